@@ -145,9 +145,9 @@ def _run(argv: Sequence[str]) -> int:
     parser = _main_parser()
     options = parser.parse_args(argv)
     if options.version:
-        from jax_intranode._src.command_line import versions
+        from jax_intranode._src.command_line import machine
 
-        print(versions.line())
+        print(machine.versions())
         return 0
     if options.command is None:
         parser.print_help()

@@ -13,7 +13,7 @@ from devices import need_devices
 
 from jax_intranode import __main__ as command_line
 from jax_intranode._src.command_line.bench.settings import Settings
-from jax_intranode._src.command_line.launcher.functions import SINGLE_PROCESS
+from jax_intranode._src.command_line.launcher.runs import SINGLE_PROCESS
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 

@@ -16,9 +16,9 @@ from jax import lax
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
-from lowered import in_lowered
 
 import jax_intranode
+from jax_intranode._src.jax_private import hlo
 from jax_intranode._src.native import extension
 from jax_intranode._src.rewrite import agreement
 from jax_intranode._src.rewrite.auto import rewriting
@@ -156,7 +156,7 @@ def one_rank_lowers_alone() -> None:
     with mock.patch.object(agreement, "FIRST_WAIT_S", WAIT_S), warnings() as said:
         if jax.process_index() == 0:
             start = time.monotonic()
-            assert "jax_intranode_psum" not in in_lowered(alone.lower(x).as_text())
+            assert "jax_intranode_psum" not in hlo.in_lowered(alone.lower(x).as_text())
             assert WAIT_S <= time.monotonic() - start < WAIT_S + 5
         multihost_utils.sync_global_devices("lowered")
         assert sums(alone, x) == 0  # by lax, on all ranks
@@ -164,7 +164,7 @@ def one_rank_lowers_alone() -> None:
     assert sums(summing(), columns_of(8)) == 1
     if jax.process_index() == 0:  # now that all ranks have met, nobody waits
         start = time.monotonic()
-        assert "jax_intranode_psum" in in_lowered(summing().lower(columns_of(16)).as_text())
+        assert "jax_intranode_psum" in hlo.in_lowered(summing().lower(columns_of(16)).as_text())
         assert time.monotonic() - start < agreement.LATER_WAIT_S
 
 

@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import functools
+import math
 import os
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
@@ -21,7 +22,7 @@ from jax.sharding import PartitionSpec as P
 
 import jax_intranode
 from jax_intranode._src.command_line.bench.settings import Settings
-from jax_intranode._src.command_line.launcher.functions import PROCESS_PER_DEVICE
+from jax_intranode._src.command_line.launcher.runs import PROCESS_PER_DEVICE
 from jax_intranode._src.command_line.tune import command, sweep
 from jax_intranode._src.group import rendezvous
 from jax_intranode._src.jax_private.distributed import key_value_client
@@ -197,21 +198,15 @@ def obeys_and_measures() -> None:
 
 
 def measure(settings: Settings, mesh: Mesh, operation: str, packets: str) -> None:
-    over = iter([False, True])
-    of_one = sweep.Sweep(
-        settings,
-        mesh,
-        rendezvous.rendezvous_of(mesh.devices.flat).epoch_buffer_bytes,
-        operation,
-        packets,
-        # Only rank 0 says that the time is over, after one size.
-        lambda name: sweep.ask_all_ranks(next(over) and jax.process_index() == 0, name),
-    )
+    epoch_buffer_bytes = rendezvous.rendezvous_of(mesh.devices.flat).epoch_buffer_bytes
+    of_one = sweep.Sweep(settings, mesh, epoch_buffer_bytes, operation, packets, math.inf)
     measured = []
     with pytest.raises(sweep.OutOfTime):
         # On GPUs that share one, times mean nothing, and the first size may be lost.
         for of_size in of_one.run(lambda nbytes: None):
             measured.append(of_size)
+            if jax.process_index() == 0:
+                of_one._end = 0.0  # for rank 0 only the time is over, after one size
             if not of_size.wins:
                 raise sweep.OutOfTime
     assert all(of_size.us >= 0 and of_size.lax_us >= 0 for of_size in measured)

@@ -11,16 +11,15 @@ import pytest
 from cases import LAX_MATMULS, line, random, sharded
 from devices import need_devices
 from jax.sharding import PartitionSpec as P
-from lowered import in_lowered
+from tiers import full
 
 import jax_intranode
+from jax_intranode._src.jax_private import hlo
 
 N = min(4, len(jax.devices()))
 GATHER, SCATTER, SUM = "all_gather", "psum_scatter", "psum"
 BOTH = pytest.mark.parametrize("check_vma", [True, False])
-MOSTLY_CHECKED = pytest.mark.parametrize(
-    "check_vma", [True, pytest.param(False, marks=pytest.mark.full)]
-)
+MOSTLY_CHECKED = pytest.mark.parametrize("check_vma", [True, full(False)])
 
 
 @pytest.fixture(autouse=True)
@@ -80,9 +79,9 @@ def like_lax(program: Callable[[Any], Callable[..., Any]], *args: Any) -> None:
 
 
 def collectives(f: Callable[..., Any], *args: Any) -> Counter[str]:
-    """Counts the collectives of a program: ours by name, lax's as "lax" and StableHLO's name."""
+    """Counts the collectives of a program: ours by name, lax's as "lax" and HLO's name."""
     ours = "jax_intranode_"
-    found = in_lowered(jax.jit(f).lower(*args).as_text())
+    found = hlo.in_lowered(jax.jit(f).lower(*args).as_text())
     return Counter(
         {
             name.removeprefix(ours) if name.startswith(ours) else f"lax {name}": k

@@ -1,5 +1,6 @@
 """Programs of a library's collectives, of which `explain` has to report what they lower to."""
 
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -7,9 +8,40 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jax_intranode import explain
+from jax_intranode._src.jax_private import hlo
+
 N = len(jax.devices())
 X = jax.ShapeDtypeStruct((N, 4 * N), jnp.float32)  # float32[1, 4 N] on each device
 HALVES = [list(range(N // 2)), list(range(N // 2, N))]
+OF_LAX = {
+    **dict.fromkeys(("psum", "pmean", "pmax", "pmin"), "all-reduce"),
+    "psum_scatter": "reduce-scatter",
+    "all_gather": "all-gather",
+    "all_to_all": "all-to-all",
+    "ppermute": "collective-permute",
+}
+
+
+def in_report(calls: Any) -> Counter[str]:
+    """Counts the collectives of a report, as `hlo.in_lowered` does; lax sums arrays one by one."""
+    found: Counter[str] = Counter()
+    for call in calls:
+        if call.algorithm != "lax":
+            found[f"jax_intranode_{call.operation.replace('pmean', 'psum')}"] += 1
+        elif call.axes:
+            found[OF_LAX[call.operation]] += len(call.shapes)
+    return found
+
+
+def check_report(f: Callable[[Any], Any], grad: bool = False) -> None:
+    """The lowered program of a function, or of its gradient, holds what `explain` reports."""
+    function = jax.grad(lambda v: (f(v) ** 2).sum()) if grad else f
+    calls = explain(function)(X)
+    text = jax.jit(function).lower(X).as_text()
+    assert in_report(calls) == hlo.in_lowered(text), f"{calls}\n{text}"
+    assert len(calls) > 0
+    assert all(call.reason for call in calls)
 
 
 def programs(lib: Any) -> dict[str, Callable[[Any], Any]]:

@@ -1,6 +1,7 @@
 """Scripts see under `run` and `launch` what they see under Python alone, from begin to end."""
 
 import os
+import py_compile
 import subprocess
 import sys
 import textwrap
@@ -9,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from tiers import full
 
 import jax_intranode
 
@@ -16,11 +18,22 @@ WAYS = {
     "run": ("-m", "jax_intranode", "run"),
     "launch": ("-m", "jax_intranode", "launch", "--platform", "cpu", "-n", "1"),
 }
+# Ends with an exception, whose traceback is shown by Python's hook, or by one of the script.
 SHOW = """
     import sys
     print(__name__, __file__, __package__, __cached__, type(__loader__), __spec__ and __spec__.name)
     print(sorted(globals()), sys.modules["__main__"].__dict__ is globals())
-    print(sys.argv, sys.path[0])
+    import atexit, traceback, helper
+    print(sys.argv, sys.path[0], helper.__file__)
+    print(sys.flags.bytes_warning, sys.flags.dev_mode, sys.warnoptions)
+    def own(kind, error, trace):
+        print("own", kind, error, [frame.name for frame in traceback.extract_tb(trace)])
+    if "own" in sys.argv:
+        sys.excepthook = own
+    atexit.register(lambda: print(repr(sys.last_value), sys.excepthook is own))
+    def broken():
+        raise ValueError("it broke")
+    broken()
     """
 
 Output = Callable[..., tuple[int, list[str], list[str]]]
@@ -55,42 +68,47 @@ def write(path: Path, *parts: str) -> None:
     path.write_text("".join(map(textwrap.dedent, parts)))
 
 
-def crossed(of_run: str, of_launch: str, *others: str) -> pytest.MarkDecorator:
-    """Each value in both ways; the quick tier takes one value, with `launch`."""
-    cases = [(way, value) for value in (of_run, of_launch, *others) for way in WAYS]
-    quick = (("launch", of_launch),)
-    marks = [() if case in quick else pytest.mark.full for case in cases]
-    return pytest.mark.parametrize(
-        ("way", "value"), [pytest.param(*c, marks=m) for c, m in zip(cases, marks, strict=True)]
-    )
-
-
-@crossed(
-    "folder/../script.py a", "-m package.module a", "folder a", "archive.zip a", "script.pyc a"
+@pytest.mark.parametrize(
+    ("way", "what", "flags"),
+    [
+        pytest.param(way, what, flags, marks=[pytest.mark.full] * (way == "run" or k > 1))
+        for k, (what, flags) in enumerate(
+            [
+                ("-m package.module a", "-b -X dev -W error::FutureWarning"),
+                ("script.py own", "PYTHONSAFEPATH"),
+                ("script.py own", "-P"),
+                *((what, "") for what in ("folder/../script.py a", "folder a", "archive.zip a")),
+                ("script.pyc a", ""),
+            ]
+        )
+        for way in WAYS
+    ],
 )
-def test_names_arguments_and_path(output: Output, tmp_path: Path, way: str, value: str) -> None:
-    what = value.split()
+def test_a_script_sees_what_it_sees_under_python(
+    output: Output, tmp_path: Path, way: str, what: str, flags: str
+) -> None:
+    """Its names, arguments and path, options of the interpreter, and how its exception is shown.
+
+    With a safe path its folder is not searched, and the user's first entry is not lost.
+    """
     for name in ("script.py", "folder/__main__.py", "package/module.py"):
         write(tmp_path / name, SHOW)
+    for name in ("helper.py", "users/helper.py"):
+        write(tmp_path / name)
     with zipfile.ZipFile(tmp_path / "archive.zip", "w") as archive:
         archive.write(tmp_path / "script.py", "__main__.py")
-    compiled = "import py_compile; py_compile.compile('script.py', 'script.pyc')"
-    assert output("-c", compiled)[0] == 0
-    assert output(*WAYS[way], *what)[:2] == output(*what)[:2]
-
-
-@crossed("-P", "PYTHONSAFEPATH")
-def test_a_safe_path_stays_safe(output: Output, tmp_path: Path, way: str, value: str) -> None:
-    """Neither is the script's folder searched, nor is the user's first entry lost."""
-    write(tmp_path / "script.py", "import helper\nprint(helper.__file__)")
-    write(tmp_path / "helper.py")
-    write(tmp_path / "users" / "helper.py")
-    flags = ["-P"] if value == "-P" else []
+    py_compile.compile(tmp_path / "script.py", tmp_path / "script.pyc")
     env = {"PYTHONPATH": str(tmp_path / "users")}
-    if not flags:
-        env[value] = "1"
-    expected = [str(tmp_path / "users" / "helper.py")]
-    assert output(*flags, *WAYS[way], "script.py", **env)[:2] == (0, expected)
+    env |= {flags: "1"} if flags == "PYTHONSAFEPATH" else {}
+    options = [] if flags == "PYTHONSAFEPATH" else flags.split()
+    plain = output(*options, *what.split(), **env)
+    code, out, err = output(*options, *WAYS[way], *what.split(), **env)
+    assert code == 1 and len(out) > 4, err
+    assert (code, out) == plain[:2]
+    shown = [line for line in plain[2] if "<frozen runpy>" not in line]
+    assert err[: len(shown)] == shown  # `launch` adds the report
+    if "own" in what:
+        assert out[2].endswith("users/helper.py"), out
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -116,40 +134,7 @@ def test_main_is_there_until_exit_handlers_and_threads_have_ended(
     assert (code, out) == (0, ["thread True", "at exit True"]), err
 
 
-@crossed("own", "usual")
-def test_an_exception_is_shown_and_kept_as_by_python(
-    output: Output, tmp_path: Path, way: str, value: str
-) -> None:
-    write(
-        tmp_path / "script.py",
-        f"""
-        import atexit, sys, traceback
-        def own(kind, error, trace):
-            print("own", kind, error, [frame.name for frame in traceback.extract_tb(trace)])
-        if {value == "own"}:
-            sys.excepthook = own
-        atexit.register(lambda: print(repr(sys.last_value), sys.excepthook is own))
-        def broken():
-            raise ValueError("it broke")
-        broken()
-        """,
-    )
-    code, out, err = output(*WAYS[way], "script.py")
-    plain = output("script.py")
-    assert (code, out) == plain[:2]
-    assert err[: len(plain[2])] == plain[2]  # `launch` adds the report
-
-
-def test_launch_passes_on_options_of_the_interpreter(output: Output, tmp_path: Path) -> None:
-    write(
-        tmp_path / "script.py",
-        "import sys\nprint(sys.flags.bytes_warning, sys.flags.dev_mode, sys.warnoptions)",
-    )
-    options = ("-b", "-X", "dev", "-W", "error::FutureWarning")
-    assert output(*options, *WAYS["launch"], "script.py")[:2] == output(*options, "script.py")[:2]
-
-
-@pytest.mark.parametrize("way", ["SCRIPT", pytest.param("run SCRIPT", marks=pytest.mark.full)])
+@pytest.mark.parametrize("way", ["SCRIPT", full("run SCRIPT")])
 def test_a_script_that_executes_itself_again_is_still_a_rank(
     output: Output, tmp_path: Path, way: str
 ) -> None:

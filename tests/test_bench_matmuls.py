@@ -1,6 +1,7 @@
 """How the benchmark checks and times collective matmuls."""
 
 import re
+from functools import partial
 from typing import Any
 
 import jax
@@ -8,21 +9,19 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from bench_settings import BFLOAT16, matmul_settings, mesh_of_two
+from tiers import full
 
 import jax_intranode
 from jax_intranode._src.command_line.bench import matmuls as measure_matmul
 from jax_intranode._src.command_line.bench import oracle as matmul_oracle
-from jax_intranode._src.command_line.bench.operations import MATMULS
-from jax_intranode._src.command_line.bench.settings import Shape
+from jax_intranode._src.command_line.bench.operations import MATMULS, Shape
 
 
 @pytest.mark.parametrize(
     ("name", "backward", "algorithms"),
     [
         ("all_gather_matmul", True, ("reduce_scatter",)),
-        pytest.param(
-            *("matmul_reduce_scatter", False, ("reduce_scatter",)), marks=pytest.mark.full
-        ),
+        full("matmul_reduce_scatter", False, ("reduce_scatter",)),
     ],
 )
 def test_matmul_is_checked_and_timed(
@@ -71,8 +70,8 @@ def test_wrong_matmul_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     ("name", "backward"),
     [
         ("all_gather_matmul", True),
-        pytest.param("matmul_reduce_scatter", False, marks=pytest.mark.full),
-        pytest.param("matmul_all_reduce", True, marks=pytest.mark.full),
+        full("matmul_reduce_scatter", False),
+        full("matmul_all_reduce", True),
     ],
 )
 def test_sample_of_a_matmul(name: str, backward: bool) -> None:
@@ -80,13 +79,13 @@ def test_sample_of_a_matmul(name: str, backward: bool) -> None:
     mesh, matmul = mesh_of_two(), MATMULS[name]
     data = matmul_oracle.make(matmul, Shape(32, 16, 24), BFLOAT16, mesh)
     results = measure_matmul._call(mesh, matmul.lax, backward, data).results(mesh)
-    sample = matmul_oracle.Sample(mesh, matmul, backward, data)
-    wrong, error = sample.compare(results)
+    compare = partial(matmul_oracle.compare_sample, mesh, matmul, backward, data)
+    wrong, error = compare(results)
     assert wrong == 0 and 0 < error < 2.0**-8
     of_devices = 2 * 8 * results[0].shape[1]  # 8 rows of each, and all columns
     for bad in (1.5 * results[0], jnp.flipud(results[0])):
         changed = [jax.device_put(bad, results[0].sharding), *results[1:]]
-        wrong, error = sample.compare(changed)
+        wrong, error = compare(changed)
         assert 0.5 * of_devices < wrong <= of_devices and error > 0.4
         unlike = matmul_oracle.count_unlike(mesh, changed, results, matmul.results(backward))
         assert 0.5 * bad.size < unlike <= bad.size

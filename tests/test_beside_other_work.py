@@ -15,11 +15,11 @@ from cases import line, put, sharded
 from jax import lax
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
-from lowered import compare_lowered, in_lowered
+from lowered import compare_lowered
 
 import jax_intranode
 from jax_intranode._src.group import communicator
-from jax_intranode._src.jax_private import streams
+from jax_intranode._src.jax_private import hlo, streams
 from jax_intranode._src.selection import config, select
 
 CALLS = {
@@ -77,14 +77,16 @@ def test_calls_on_the_stream_for_collectives(gpus: Mesh, name: str) -> None:
     call = functools.partial(CALLS[name], overlap=True)
     text = lowered(call, gpus, X)
     assert on_the_stream(text) == {f"{operation}_beside": 1}
-    assert sum(in_lowered(text).values()) == 1
+    assert sum(hlo.in_lowered(text).values()) == 1
     (blocks,) = re.findall(r"blocks = (\d+)", text)
     assert int(blocks) == select.BLOCKS_BESIDE
     back = lowered(lambda x: jax.vjp(call, x)[1](call(x))[0], gpus, X)
     both = [operation, TRANSPOSED.get(operation, operation)]
     assert on_the_stream(back) == {f"{each}_beside": both.count(each) for each in both}
     in_line = lowered(CALLS[name], gpus, X)
-    assert on_the_stream(in_line) == {} and in_lowered(in_line) == {f"jax_intranode_{operation}": 1}
+    assert on_the_stream(in_line) == {} and hlo.in_lowered(in_line) == {
+        f"jax_intranode_{operation}": 1
+    }
 
 
 def test_calls_in_loops_and_branches(gpus: Mesh) -> None:
@@ -103,12 +105,12 @@ def test_what_runs_in_line(gpus: Mesh) -> None:
     psum = functools.partial(jax_intranode.psum, axis_name="x", overlap=True)
     large = jax.ShapeDtypeStruct((1 << 16, 1 << 10), jnp.float32)
     text = lowered(psum, gpus, large)
-    assert in_lowered(text) == {"all_reduce": 1} and "_xla_stream_annotation" not in text
+    assert hlo.in_lowered(text) == {"all-reduce": 1} and "_xla_stream_annotation" not in text
     text = lowered(streams.on_collective_stream(psum), gpus, X)
     assert on_the_stream(text) == {"psum_beside": 1} and text.count("call @compute_on") == 1
     with mock.patch.object(communicator, "beside", lambda *_: "the slab is full"):
         text = lowered(psum, gpus, X)
-        assert on_the_stream(text) == {} and in_lowered(text) == {"jax_intranode_psum": 1}
+        assert on_the_stream(text) == {} and hlo.in_lowered(text) == {"jax_intranode_psum": 1}
         f = jax.shard_map(psum, mesh=gpus, in_specs=P("x"), out_specs=P(), check_vma=False)
         (call,) = jax_intranode.explain(f)(X)
     assert call.reason.endswith("in line: the slab is full")
@@ -145,5 +147,5 @@ def test_unedited_programs(gpus: Mesh, asynchronous: bool) -> None:
         text = lowered(f, gpus, X)
     beside = {"psum_beside": 1, "all_gather_beside": 1}
     assert on_the_stream(text) == (beside if asynchronous else {})
-    found = in_lowered(text)
-    assert (found["all_reduce"], found["all_gather"]) == ((0, 0) if asynchronous else (1, 1))
+    found = hlo.in_lowered(text)
+    assert (found["all-reduce"], found["all-gather"]) == ((0, 0) if asynchronous else (1, 1))

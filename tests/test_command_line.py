@@ -12,6 +12,7 @@ from typing import Any
 
 import jax
 import pytest
+from tiers import full, quick
 
 import jax_intranode
 from jax_intranode import __main__ as command_line
@@ -101,8 +102,8 @@ def test_command_in_a_broken_installation(broken: Path) -> None:
     "argv",
     [
         ("-c", "import jax_intranode"),
-        pytest.param(("-m", "jax_intranode._src.command_line.launcher"), marks=pytest.mark.full),
-        pytest.param(("-m", "x", "-m"), marks=pytest.mark.full),
+        full(("-m", "jax_intranode._src.command_line.launcher")),
+        full(("-m", "x", "-m")),
     ],
 )
 def test_broken_installation_raises(broken: Path, argv: tuple[str, ...]) -> None:
@@ -219,10 +220,7 @@ BREAKS = {
 QUICK_BREAKS = ("a native module of another system", "no jax", "an old jaxlib")
 
 
-@pytest.mark.parametrize(
-    "what",
-    [pytest.param(what, marks=[] if what in QUICK_BREAKS else pytest.mark.full) for what in BREAKS],
-)
+@pytest.mark.parametrize("what", quick(BREAKS, QUICK_BREAKS))
 def test_info_of_a_broken_installation(what: str, broken: Path, tmp_path: Path) -> None:
     files, first, second = BREAKS[what]
     shutil.copytree(broken, tmp_path, dirs_exist_ok=True)

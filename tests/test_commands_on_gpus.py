@@ -9,7 +9,7 @@ import pytest
 from test_topology import SWITCH_LINK, FakeNvml, bus_id
 
 from jax_intranode import __main__ as command_line
-from jax_intranode._src.command_line import checks, doctor, info
+from jax_intranode._src.command_line import doctor, info, machine
 
 
 class Node(FakeNvml):
@@ -87,10 +87,10 @@ def test_info(two_h200s: Node, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_peer_access(two_h200s: Node) -> None:
-    assert doctor._peer_access(info.report()).verdict == checks.OK
+    assert doctor._peer_access(info.report()).verdict == info.OK
     two_h200s.no_access = {(1, 0)}
     check = doctor._peer_access(info.report())
-    assert check.verdict == checks.FAILS
+    assert check.verdict == info.FAILS
     assert "no access between GPU 0 and 1" in check.reason and "MIG" in check.remedy
 
 
@@ -108,9 +108,9 @@ def test_doctor(
         info, "_part", lambda name, *rest: part if name == "_cuda" else of_module(name, *rest)
     )
     versions = {"jax-cuda13-plugin": "0.12"}
-    of_distribution = info.versions.of
+    of_distribution = machine.version_of
     monkeypatch.setattr(
-        info.versions, "of", lambda name: versions.get(name) or of_distribution(name)
+        machine, "version_of", lambda name: versions.get(name) or of_distribution(name)
     )
     asked = []
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from jax_intranode import __main__ as command_line
-from jax_intranode._src.command_line import benefits, checks, doctor, info, machine
+from jax_intranode._src.command_line import benefits, doctor, info, machine
 from jax_intranode._src.selection.overlap.profiles import H200_FACTS
 
 
@@ -33,11 +33,11 @@ def node(**changes: Any) -> dict[str, Any]:
     } | changes
 
 
-def verdict(check: checks.Check) -> tuple[str, str]:
+def verdict(check: info.Check) -> tuple[str, str]:
     """The verdict and, so that a test can search it, all other text."""
-    if check.verdict in (checks.FAILS, checks.WARNING):
+    if check.verdict in (info.FAILS, info.WARNING):
         assert check.remedy, check
-    return check.verdict, checks.text_of(check)
+    return check.verdict, str(check)
 
 
 NO_DRIVER = {"version": None, "cuda": None, "reason": "NVML does not start"}
@@ -46,27 +46,27 @@ UNLINKED = {"kind": "unknown", "links": [[0, 4, 0], [4, 0, 4], [0, 4, 0]]}
 # A check, what is other than on a good node, its verdict, and what its text has.
 LOOKS: list[tuple[Any, dict[str, Any], str, list[str]]] = [
     *(
-        (check, {}, checks.OK, [])
-        for check in (checks.cpu_part, doctor._driver, checks.cuda_part, doctor._links)
+        (check, {}, info.OK, [])
+        for check in (info.cpu_part, doctor._driver, info.cuda_part, doctor._links)
     ),
     (
-        checks.cpu_part,
+        info.cpu_part,
         {"cpu_part": {"built": True, "ffi": [0, 3], "error": "built against 0.3"}},
-        checks.FAILS,
+        info.FAILS,
         ["built against 0.3", "install a newer jaxlib"],
     ),
-    (checks.cpu_part, {"ffi_of_jaxlib": None}, checks.SKIPPED, []),
+    (info.cpu_part, {"ffi_of_jaxlib": None}, info.SKIPPED, []),
     (
         doctor._driver,
         {"driver": {"version": "550.1", "cuda": "12.4", "reason": None}},
-        checks.FAILS,
+        info.FAILS,
         ["550.1", "built with CUDA 13.0"],
     ),
-    (checks.cuda_part, {"cuda_part": NOT_BUILT}, checks.FAILS, ["not built; this node has 2 GPU"]),
-    (checks.cuda_part, {"versions": {"jax": "0.12"}}, checks.FAILS, ["no CUDA plugin"]),
-    (checks.cuda_part, {"gpus": [], "cuda_part": NOT_BUILT}, checks.SKIPPED, ["not built"]),
-    (doctor._links, {"topology": UNLINKED}, checks.WARNING, ["not linked: GPU 0 and 2\n"]),
-    (doctor._links, {"topology": {"links": [[0]]}}, checks.SKIPPED, ["a single GPU has no peers"]),
+    (info.cuda_part, {"cuda_part": NOT_BUILT}, info.FAILS, ["not built; this node has 2 GPU"]),
+    (info.cuda_part, {"versions": {"jax": "0.12"}}, info.FAILS, ["no CUDA plugin"]),
+    (info.cuda_part, {"gpus": [], "cuda_part": NOT_BUILT}, info.SKIPPED, ["not built"]),
+    (doctor._links, {"topology": UNLINKED}, info.WARNING, ["not linked: GPU 0 and 2\n"]),
+    (doctor._links, {"topology": {"links": [[0]]}}, info.SKIPPED, ["a single GPU has no peers"]),
 ]
 
 
@@ -89,10 +89,10 @@ def test_a_jaxlib_that_is_older_than_the_native_modules() -> None:
 def test_a_driver_that_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     none = node(driver=NO_DRIVER, gpus=[])
     monkeypatch.setattr(doctor, "_device_files", list)
-    assert doctor._driver(none).verdict == checks.SKIPPED
+    assert doctor._driver(none).verdict == info.SKIPPED
     monkeypatch.setattr(doctor, "_device_files", lambda: [Path("/dev/nvidia0")])
     found, text = verdict(doctor._driver(none))
-    assert found == checks.FAILS and "NVML does not start" in text and "--gpus all" in text
+    assert found == info.FAILS and "NVML does not start" in text and "--gpus all" in text
 
 
 @pytest.mark.parametrize(
@@ -114,11 +114,11 @@ def test_a_driver_that_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_architectures(architectures: str, capability: int, runs: bool) -> None:
-    assert checks.runs_on(architectures.split(","), capability) == runs
+    assert info.runs_on(architectures.split(","), capability) == runs
     gpu = node()["gpus"][0] | {"compute_capability": f"{capability // 10}.{capability % 10}"}
     part = node()["cuda_part"] | {"architectures": architectures.split(",")}
-    found, _ = verdict(checks.cuda_part(node(gpus=[gpu], cuda_part=part)))
-    assert found == (checks.OK if runs else checks.FAILS)
+    found, _ = verdict(info.cuda_part(node(gpus=[gpu], cuda_part=part)))
+    assert found == (info.OK if runs else info.FAILS)
 
 
 def test_memory(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -129,34 +129,34 @@ def test_memory(monkeypatch: pytest.MonkeyPatch) -> None:
         return verdict(doctor._memory_of(0, node()["gpus"][0] | {"free_mib": free_mib}))
 
     found, text = of(900)
-    assert found == checks.FAILS and "900 of 143771 MiB free; slab and ring need 904 MiB" in text
+    assert found == info.FAILS and "900 of 143771 MiB free; slab and ring need 904 MiB" in text
     found, text = of(108000)
-    assert found == checks.WARNING and "beside JAX's 107828 MiB" in text
-    assert of(109000)[0] == checks.OK
+    assert found == info.WARNING and "beside JAX's 107828 MiB" in text
+    assert of(109000)[0] == info.OK
     monkeypatch.setenv("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
-    assert of(1000)[0] == checks.OK
+    assert of(1000)[0] == info.OK
     monkeypatch.setenv("JAX_INTRANODE_RING_MIB", "1024")
-    assert of(1000)[0] == checks.FAILS
+    assert of(1000)[0] == info.FAILS
 
 
 def test_shared_memory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(machine, "SHARED_MEMORY", tmp_path)
-    assert doctor._dev_shm(node()).verdict == checks.OK
+    assert doctor._dev_shm(node()).verdict == info.OK
     monkeypatch.setenv("JAX_INTRANODE_SLAB_MIB", str(10**8))
     found, text = verdict(doctor._dev_shm(node()))
-    assert found == checks.WARNING and "needs 100000000 MiB" in text and "--shm-size" in text
+    assert found == info.WARNING and "needs 100000000 MiB" in text and "--shm-size" in text
     monkeypatch.setattr(machine, "SHARED_MEMORY", tmp_path / "missing")
-    assert verdict(doctor._dev_shm(node(gpus=[])))[0] == checks.FAILS
+    assert verdict(doctor._dev_shm(node(gpus=[])))[0] == info.FAILS
     found, text = verdict(doctor._dev_shm(node()))
-    assert found == checks.WARNING and "missing cannot be written: No such file" in text
+    assert found == info.WARNING and "missing cannot be written: No such file" in text
 
 
 def test_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("JAX_INTRANODE_DISABLE", "1")
     monkeypatch.setenv("JAX_INTRANODE_TIMEOUT", "1")
     monkeypatch.setenv("JAX_INTRANODE_SLAB_MIB", "0")
-    found = [verdict(check) for check in checks.environment(info.report())]
-    assert [one for one, _ in found] == [checks.FAILS, checks.WARNING, checks.WARNING]
+    found = [verdict(check) for check in info.environment(info.report())]
+    assert [one for one, _ in found] == [info.FAILS, info.WARNING, info.WARNING]
     assert "correct or unset JAX_INTRANODE_SLAB_MIB" in found[0][1]
     assert "Did you mean JAX_INTRANODE_TIMEOUT_S?" in found[1][1]
     assert "JAX_INTRANODE_DISABLE=1: everything falls back" in found[2][1]
@@ -169,7 +169,7 @@ def test_a_test_that_does_not_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(doctor, "_LIMIT_S", 0.1)
     found, text = verdict(doctor._self_test("two processes", "cpu", 2))
-    assert found == checks.FAILS
+    assert found == info.FAILS
     assert "the ranks did not finish within 0.1 s" in text
 
 
@@ -181,10 +181,10 @@ def outcome(**changes: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("result", "found", "says"),
     [
-        (outcome(), checks.OK, "psum ran as one_shot"),
-        (outcome(right=False), checks.FAILS, "wrong"),
-        (outcome(algorithm="lax", reason="no NVLink"), checks.WARNING, "jax.lax ran it: no NVLink"),
-        (outcome(operations=0), checks.FAILS, "our kernels ran nothing"),
+        (outcome(), info.OK, "psum ran as one_shot"),
+        (outcome(right=False), info.FAILS, "wrong"),
+        (outcome(algorithm="lax", reason="no NVLink"), info.WARNING, "jax.lax ran it: no NVLink"),
+        (outcome(operations=0), info.FAILS, "our kernels ran nothing"),
     ],
 )
 def test_verdict_of_a_test(

@@ -9,6 +9,7 @@ from pathlib import Path
 import jax
 import pytest
 from devices import need_devices
+from tiers import full
 
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
 
@@ -29,9 +30,7 @@ def run_example(name: str, *options: str, **variables: str) -> str:
     return done.stdout
 
 
-@pytest.mark.parametrize(
-    "name", ["train_nnx_optax.py", pytest.param("train_fsdp_tp.py", marks=pytest.mark.full)]
-)
+@pytest.mark.parametrize("name", ["train_nnx_optax.py", full("train_fsdp_tp.py")])
 def test_training(name: str) -> None:
     need_devices(2)
     if name == "train_nnx_optax.py":

@@ -21,7 +21,7 @@ from test_topology import DGX1, make_reports
 
 import jax_intranode
 from jax_intranode._src.command_line.bench.oracle import count_wrong
-from jax_intranode._src.command_line.launcher.files import RankError
+from jax_intranode._src.command_line.launcher.runs import RankError
 from jax_intranode._src.group import communicator, key_value_store, rendezvous, slabs, topology
 from jax_intranode._src.group import partition as partition_lib
 from jax_intranode._src.group import rendezvous as rendezvous_lib

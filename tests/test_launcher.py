@@ -17,9 +17,14 @@ import pytest
 from processes import assert_gone
 
 from jax_intranode._src.command_line.launcher import service
-from jax_intranode._src.command_line.launcher.files import RankError, run_ranks
-from jax_intranode._src.command_line.launcher.functions import MODES, Devices, run_function
 from jax_intranode._src.command_line.launcher.rank import connect, rank_env
+from jax_intranode._src.command_line.launcher.runs import (
+    MODES,
+    Devices,
+    RankError,
+    run_function,
+    run_ranks,
+)
 from jax_intranode._src.command_line.launcher.service import coordination_service
 
 _SLEEP = "import time; time.sleep(60)"

@@ -68,23 +68,17 @@ class Programs:
         optimize = self._of_models if program.name.endswith("_model") else optimize
         flags = ["-std=c++20", optimize, "-pthread", *FLAGS[build]]
         flags += ["-g1"] * (build != "plain")  # lines for the sanitizers' reports
-        objects = []
-        for source in sources:  # several programs have the CPU groups' sources
-            name = f"{source}{optimize}.o".replace("/", "_")
-            objects.append(program.parent / name)
-            if objects[-1].exists():
-                continue
-            done = run(
-                self._compiler, *flags, "-I", str(ROOT), "-I", str(NATIVE / "model/fake_cuda"),
-                "-I", jax.ffi.include_dir(), "-c", source, "-o", objects[-1], timeout_s=200,
-            )  # fmt: skip
-            if done.returncode:
-                return done.stdout
-        done = run(self._compiler, *flags, *objects, "-o", program, timeout_s=200)
+        # One unit: the headers take most of the time.
+        unit = program.with_suffix(".cc")
+        unit.write_text("".join(f'#include "{source}"\n' for source in sources))
+        done = run(
+            self._compiler, *flags, "-I", str(ROOT), "-I", str(NATIVE / "model/fake_cuda"),
+            "-I", jax.ffi.include_dir(), unit, "-o", program, timeout_s=400,
+        )  # fmt: skip
         return done.stdout if done.returncode else ""
 
     def _skip_unless_sanitizer_works(self) -> None:
-        source, program = self._directory / "race.cc", self._directory / "race"
+        source, program = self._directory / "races.cc", self._directory / "race"
         source.write_text(_RACE)
         if message := self._compile(program, [str(source)], "thread"):
             pytest.skip(f"ThreadSanitizer can't be linked: {message[-300:]}")
@@ -98,8 +92,7 @@ class Programs:
             program.parent.mkdir(exist_ok=True)
             if build == "thread":
                 self._skip_unless_sanitizer_works()
-            sources = [str(ROOT / source) for source in LIST["PROGRAMS"][name]]
-            message = self._compile(program, sources, build)
+            message = self._compile(program, LIST["PROGRAMS"][name], build)
             assert not message, message
         return program
 

@@ -14,7 +14,7 @@ import pytest
 from test_commands_on_gpus import Node
 from test_topology import SWITCH_LINK, bus_id, install
 
-from jax_intranode._src.command_line.bench import shapes as matmul_shapes
+from jax_intranode._src.command_line.bench import settings as of_bench
 from jax_intranode._src.group import agreed, rendezvous, topology
 from jax_intranode._src.group.partition import Partition
 from jax_intranode._src.native import definitions, extension
@@ -106,7 +106,7 @@ def test_plans_of_h200s_stay(preset: str, world: int) -> None:
     """If the model was changed on purpose, look at the plans that change, then at this table."""
     lines = []
     for operation in (GATHER, SCATTER):
-        for m, k, n in matmul_shapes.of_presets([preset], operation, world):
+        for m, k, n in of_bench.of_presets([preset], operation, world):
             for ring, wgrads in itertools.product((20, 64, 512), (0, 1)):
                 chosen = plan_of(H200, operation, m, k, n, world, wgrads, ring << 20)
                 text = "no"
@@ -165,7 +165,7 @@ def test_scaled_profiles_give_sensible_plans(of_one: GpuFacts) -> None:
     overlapped_shapes = 0
     for world in (2, 4, 8):
         for operation in (GATHER, SCATTER):
-            for m, k, n in matmul_shapes.of_presets(["reference", "sweep"], operation, world):
+            for m, k, n in of_bench.of_presets(["reference", "sweep"], operation, world):
                 for wgrads in (0, 1):
                     chosen = plan_of(profile, operation, m, k, n, world, wgrads)
                     if isinstance(chosen, str):

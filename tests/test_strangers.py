@@ -11,7 +11,7 @@ import pytest
 
 from jax_intranode import __main__ as command_line
 from jax_intranode._src.command_line.launcher import output
-from jax_intranode._src.command_line.launcher.files import run_ranks
+from jax_intranode._src.command_line.launcher.runs import run_ranks
 from jax_intranode._src.native import extension
 
 _STRANGER = 65534

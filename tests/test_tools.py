@@ -18,9 +18,8 @@ from bench_peers import registry as peers
 from bench_settings import settings_of
 
 from jax_intranode import __main__ as command_line
-from jax_intranode._src.command_line.bench import record, report
-from jax_intranode._src.command_line.launcher.functions import MODES, SINGLE_PROCESS
-from jax_intranode._src.command_line.launcher.progress import ProgressLine
+from jax_intranode._src.command_line.bench import report
+from jax_intranode._src.command_line.launcher.runs import MODES, SINGLE_PROCESS, ProgressLine
 from jax_intranode._src.native import definitions
 from jax_intranode._src.selection.overlap import plan as overlap_plan
 from jax_intranode._src.selection.overlap.profiles import H200, Profile
@@ -90,7 +89,7 @@ def result_of(operation: str) -> dict[str, Any]:
         **{"backward": False, "date": "2026-11-21T10:00:00+00:00"},
     }
     return {
-        "version": record.VERSION,
+        "version": report.VERSION,
         "header": header,
         "rows": [
             {**zeros, **times, **row, "dtype": "bfloat16", "mode": mode}

@@ -3,14 +3,16 @@
 import argparse
 import dataclasses
 import json
+import math
 from pathlib import Path
 from typing import Any
 
 import pytest
 from bench_settings import RunHere, mesh_of_two, settings_of
+from tiers import full
 
 import jax_intranode
-from jax_intranode._src.command_line.launcher.functions import MODES, SINGLE_PROCESS
+from jax_intranode._src.command_line.launcher.runs import MODES, SINGLE_PROCESS
 from jax_intranode._src.command_line.tune import command, sweep
 from jax_intranode._src.command_line.tune.sweep import Measured, fastest, rows_of
 from jax_intranode._src.group import rendezvous as rendezvous_lib
@@ -77,13 +79,13 @@ class StandIn(sweep.Sweep):
             devices=argparse.Namespace(flat=[argparse.Namespace(core_count=132)])
         )
         super().__init__(
-            settings_of("psum", platform=platform), mesh, 1 << 25, "psum", "bare", self._over
+            settings_of("psum", platform=platform), mesh, 1 << 25, "psum", "bare", math.inf
         )
         self._loses_from, self._disturbed, self._ends_at = loses_from, disturbed, ends_at
         self._slow_at, self._vanishes = slow_at, vanishes
         self.tried: list[table.Row] = []
 
-    def _over(self, name: str) -> bool:
+    def _is_over(self, name: str) -> bool:
         return 0 < self._ends_at <= len(self.tried)
 
     def _time_in_graph(self, row: table.Row, label: str) -> float:
@@ -150,7 +152,7 @@ def test_measuring_on_devices(operation: str) -> None:
     rendezvous = rendezvous_lib.rendezvous_of(mesh.devices.flat)
     packets = "bare" if operation in sweep.NORMS else "flagged"
     of_one = sweep.Sweep(
-        settings, mesh, rendezvous.epoch_buffer_bytes, operation, packets, lambda name: False
+        settings, mesh, rendezvous.epoch_buffer_bytes, operation, packets, math.inf
     )
     before = jax_intranode.usage_counter()
     nbytes = 8192 if operation in sweep.NORMS and platform == "gpu" else 1024
@@ -158,7 +160,7 @@ def test_measuring_on_devices(operation: str) -> None:
     assert jax_intranode.usage_counter() > before  # not lax, whatever the table says
     assert measured.nbytes == nbytes and measured.us >= 0 and measured.lax_us >= 0
     assert definitions.OPERATIONS[measured.best.algorithm] == operation
-    assert str(measured.best.algorithm) in sweep.describe(measured)
+    assert str(measured.best.algorithm) in str(measured)
 
 
 def run_tune(arguments: str, monkeypatch: pytest.MonkeyPatch) -> int:
@@ -190,7 +192,7 @@ def test_the_file_of_the_command_is_what_programs_use(
     assert "psum of int32, 2 x cpu, single-process" in output
 
 
-@pytest.mark.parametrize("mode", [SINGLE_PROCESS, pytest.param("both", marks=pytest.mark.full)])
+@pytest.mark.parametrize("mode", [SINGLE_PROCESS, full("both")])
 def test_bench_shows_shipped_beside_tuned(
     mode: str, tmp_path: Path, run_here: RunHere, monkeypatch: pytest.MonkeyPatch
 ) -> None:

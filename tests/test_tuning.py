@@ -291,7 +291,7 @@ def test_info_names_the_tuning(file: Path) -> None:
 
 
 def test_doctor_says_whether_the_tuning_is_of_this_node() -> None:
-    from jax_intranode._src.command_line import checks, doctor
+    from jax_intranode._src.command_line import doctor, info
 
     def verdict(device: str, gpus: list[str]) -> str:
         found = {
@@ -301,8 +301,8 @@ def test_doctor_says_whether_the_tuning_is_of_this_node() -> None:
         (check,) = doctor._tuning(found)
         return check.verdict
 
-    assert verdict("cpu", []) == checks.OK
-    assert verdict("NVIDIA H200", ["NVIDIA H200"] * 2) == checks.OK
-    assert verdict("NVIDIA H200", ["NVIDIA H100"]) == checks.FAILS
-    assert verdict("NVIDIA H200", []) == checks.WARNING
+    assert verdict("cpu", []) == info.OK
+    assert verdict("NVIDIA H200", ["NVIDIA H200"] * 2) == info.OK
+    assert verdict("NVIDIA H200", ["NVIDIA H100"]) == info.FAILS
+    assert verdict("NVIDIA H200", []) == info.WARNING
     assert list(doctor._tuning({"tuning": None, "gpus": []})) == []

@@ -33,9 +33,9 @@ from typing import Any
 
 from bench_plots import command as plots
 
-from jax_intranode._src.command_line.bench import record
+from jax_intranode._src.command_line.bench import report
 from jax_intranode._src.command_line.benefits import size_text
-from jax_intranode._src.command_line.launcher.functions import PROCESS_PER_DEVICE, SINGLE_PROCESS
+from jax_intranode._src.command_line.launcher.runs import PROCESS_PER_DEVICE, SINGLE_PROCESS
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "performance.md"
 
@@ -169,7 +169,7 @@ def setup(*results: dict[str, Any]) -> str:
     dates = sorted({result["header"]["date"][:10] for result in results})
     driver = f", driver {header['driver']}" if header.get("driver") else ""
     peers = [version for result in results for version in result["peers"]["versions"]]
-    versions = ", ".join([record.versions_text(header), *dict.fromkeys(peers)])
+    versions = ", ".join([report.versions_text(header), *dict.fromkeys(peers)])
     rows = [row for result in results for row in result["rows"]]
     if "wrong" in rows[0]:
         keys = ("wrong", "lax_wrong", "graph_wrong")
@@ -224,8 +224,8 @@ def figure(files: Sequence[Path], png: Path, check: bool) -> str:
     if not png.exists() or digest.encode() not in png.read_bytes():
         if check:
             raise ValueError(f"{png.name} is not the figure of {', '.join(f.name for f in files)}")
-        plots.draw([record.read(file) for file in files], png, metadata={"Source": digest})
-    operation = record.read(files[0])["header"]["operation"]
+        plots.draw([report.read(file) for file in files], png, metadata={"Source": digest})
+    operation = report.read(files[0])["header"]["operation"]
     return f"![{operation}](figures/{png.name})\n"
 
 
@@ -262,7 +262,7 @@ def render(page: str, docs: Path, check: bool) -> str:
         elif png is not None:
             text = figure(files, png, check)
         elif kind in _TABLES:
-            text = _TABLES[kind](*map(record.read, files))
+            text = _TABLES[kind](*map(report.read, files))
         else:
             raise ValueError(f"make: {kind} is none of {', '.join(_TABLES)}, figure")
         return f"<!-- make: {block['what']} -->\n{text}<!-- end -->"

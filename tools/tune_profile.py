@@ -34,7 +34,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from jax_intranode._src.command_line.bench import shapes as matmul_shapes
+from jax_intranode._src.command_line.bench import settings as of_bench
 from jax_intranode._src.group import topology
 from jax_intranode._src.selection.overlap import model, profiles
 from jax_intranode._src.selection.overlap import plan as plans
@@ -484,7 +484,7 @@ def reference_cases() -> list[Case]:
     cases = []
     for ranks in (2, 4, 8):
         for operation, transpose in ((GATHER, SCATTER), (SCATTER, GATHER)):
-            for m, k, n in matmul_shapes.of_presets(["reference"], operation, ranks):
+            for m, k, n in of_bench.of_presets(["reference"], operation, ranks):
                 cases.append(Case(Product(operation, ranks, m, k, n), 0))
                 cases.append(Case(Product(transpose, ranks, m, n, k), 1))
     return cases

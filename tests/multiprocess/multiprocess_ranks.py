@@ -13,8 +13,8 @@ import pytest
 from devices import MOST_RANKS_OF_A_GPU, ranks_share_a_gpu
 from processes import free_port
 
-from jax_intranode._src.command_line.launcher.files import RankError, run_ranks
 from jax_intranode._src.command_line.launcher.rank import rank_env, sharing_env
+from jax_intranode._src.command_line.launcher.runs import RankError, run_ranks
 
 _MAIN = Path(__file__).with_name("rank_main.py")
 

@@ -13,7 +13,7 @@ import pytest
 from devices import need_ranks
 from multiprocess_ranks import environments_of_ranks
 
-from jax_intranode._src.command_line.launcher.files import RankError, run_ranks
+from jax_intranode._src.command_line.launcher.runs import RankError, run_ranks
 
 MAIN = Path(__file__).with_name("program_main.py")
 # Most programs sleep most of the time.

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from program_ranks import MAIN, Program, Started, start_all
+from tiers import quick
 
 SHORT = {"JAX_INTRANODE_TIMEOUT_S": "5"}
 
@@ -87,9 +88,7 @@ def started(
     yield from start_all(request, PROGRAMS, tmp_path_factory.mktemp("ordinary"))
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=pytest.mark.full if n in FULL else ()) for n in PROGRAMS]
-)
+@pytest.mark.parametrize("name", quick(PROGRAMS, PROGRAMS.keys() - FULL))
 def test_does_not_fail(started: Started, name: str) -> None:
     outcome = started[name].result()
     found = [outcome.said(rank) for rank in range(len(outcome.logs))]

@@ -20,6 +20,7 @@ import pytest
 from devices import need_devices, need_ranks
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
+from tiers import full
 
 import jax_intranode as jin
 from jax_intranode._src.group import peer_buffer
@@ -92,7 +93,7 @@ def delay(x: Any, seed: int) -> Any:
 # One process.
 
 
-@pytest.mark.parametrize("n", [2, 4, pytest.param(8, marks=pytest.mark.full)])
+@pytest.mark.parametrize("n", [2, 4, full(8)])
 def test_shifts(n: int, registered: None, no_buffers: None) -> None:
     need_devices(n)
     mesh = mesh_of(n)
@@ -129,7 +130,7 @@ def test_independent_calls(registered: None, no_buffers: None) -> None:
         np.testing.assert_array_equal(f(x), wanted)
 
 
-@pytest.mark.parametrize("check_vma", [True, pytest.param(False, marks=pytest.mark.full)])
+@pytest.mark.parametrize("check_vma", [True, full(False)])
 def test_gradients(check_vma: bool, registered: None, no_buffers: None) -> None:
     need_devices(4)
     mesh = mesh_of(4)
@@ -366,7 +367,7 @@ def run_shifts(library: str) -> None:
     print(f"RIGHT {me}")
 
 
-@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.full)])
+@pytest.mark.parametrize("world", [2, full(4)])
 def test_processes(world: int, ranks: Any, library: Path) -> None:
     need_ranks(world)
     logs = ranks(run_shifts, world, arguments=[str(library)])

@@ -186,16 +186,15 @@ bool RunAs(HostThread& t, const TestGroup& g, const jin::AlignedBuffer& call, co
                        : RunKernel<Type, 0, Packets>(t, g, call, plan);
 }
 
-template <template <class> class Break, class Call>
+template <class Call>
 bool RunCall(HostThread& t, const TestGroup& g, const Call& call, const Plan& plan) {
-  return plan.floating ? RunAs<jin::F32, Break<jin::BarePackets>>(t, g, call, plan)
-                       : RunAs<jin::I32, Break<jin::FlaggedPackets>>(t, g, call, plan);
+  return plan.floating ? RunAs<jin::F32, MaybeBroken<jin::BarePackets>>(t, g, call, plan)
+                       : RunAs<jin::I32, MaybeBroken<jin::FlaggedPackets>>(t, g, call, plan);
 }
 
 float Weight(size_t i) { return static_cast<float>(i % 7) - 3; }
 
 // Norms whose residual is zero.
-template <class Packets>
 bool RunNorm(HostThread& t, const TestGroup& g, const jin::Buffer& whole, const Plan& plan) {
   const std::vector<float> residual(plan.bytes / 4, 0.0f);
   std::vector<float> weight;
@@ -217,20 +216,20 @@ bool RunNorm(HostThread& t, const TestGroup& g, const jin::Buffer& whole, const 
                            .layer_norm = false,
                            .float32_parameters = true,
                            .aligned = false};
+  using Packets = MaybeBroken<jin::BarePackets>;
   return g.size == 2 ? jin::Norm<jin::F32, 2, false, Packets>::Run(t, g, call)
                      : jin::Norm<jin::F32, 0, false, Packets>::Run(t, g, call);
 }
 
-template <template <class> class Break>
-bool RunBroken(HostThread& t, const TestGroup& g, const jin::Buffer& whole, const Plan& plan) {
-  if (plan.hidden > 0) return RunNorm<Break<jin::BarePackets>>(t, g, whole, plan);
+bool RunPlan(HostThread& t, const TestGroup& g, const jin::Buffer& whole, const Plan& plan) {
+  if (plan.hidden > 0) return RunNorm(t, g, whole, plan);
   if (plan.buffers == 1) {
     // Ranks may use different kinds of buffers.
     const size_t multiple = (plan.kind == Kind::kTwoShot ? g.size : 1) * plan.segments;
     if (g.rank % 2 == 0 && jin::AlignedBuffer::Is(whole, multiple)) {
-      return RunCall<Break>(t, g, jin::AlignedBuffer{whole.in, whole.out, whole.bytes}, plan);
+      return RunCall(t, g, jin::AlignedBuffer{whole.in, whole.out, whole.bytes}, plan);
     }
-    return RunCall<Break>(t, g, whole, plan);
+    return RunCall(t, g, whole, plan);
   }
   // Pieces of equal size except the last one. Some are empty if the whole is small.
   jin::Buffers pieces;
@@ -240,11 +239,8 @@ bool RunBroken(HostThread& t, const TestGroup& g, const jin::Buffer& whole, cons
     pieces.Append({static_cast<const uint32_t*>(whole.in) + begin,
                    static_cast<char*>(whole.out) + 4 * begin, 4 * (end - begin)});
   }
-  return RunCall<Break>(t, g, pieces, plan);
+  return RunCall(t, g, pieces, plan);
 }
-
-template <class Packets>
-using Sound = Packets;
 
 uint32_t Value(int rank, int call, size_t i, bool floating) {
   const uint32_t v = (rank * 7919u + call * 104729u + static_cast<uint32_t>(i) * 31u) % 1000u;
@@ -443,6 +439,9 @@ int main(int argc, char** argv) {
   const bool mesh = argc > 5 && std::string(argv[5]) == "mesh";
   if (argc > 4) patience = std::chrono::duration<double>(atof(argv[4]));
 
+  never_armed = variant == "never_armed";
+  first_word_only = variant == "first_word_only";
+
   const size_t region_bytes = jin::kHeaderBytes + 2 * kEpochBufferBytes;
   std::vector<std::unique_ptr<char[]>> memory;
   std::vector<char*> regions;
@@ -567,25 +566,15 @@ int main(int argc, char** argv) {
               char* const out = outputs[r][k].data();
               const void* const in = inputs[r][k].data();
               const jin::Buffer call{plan.in_place ? out : in, out, plan.bytes};
-              if (variant == "never_armed") {
-                RunBroken<NeverArmed>(thread, group, call, plan);
-              } else if (variant == "first_word_only" && plan.floating) {
-                RunBroken<FirstWordOnly>(thread, group, call, plan);
-              } else if (variant == "idle_epochs") {
+              RunPlan(thread, group, call, plan);
+              if (variant == "idle_epochs" && b == 0) {
+                thread.Sync();
                 // Blocks that an operation does not launch keep their epoch.
-                RunBroken<Sound>(thread, group, call, plan);
-                if (b == 0 && t == 0) {
-                  thread.Sync();
-                  for (int q = plan.blocks; q < jin::kMaxBlocks; ++q) {
-                    jin::Store(&group.Header()->epoch[q],
-                               jin::Load(&group.Header()->epoch[q]) -
-                                   jin::Epochs(jin::PhasesOf(plan.algorithm()), plan.segments));
-                  }
-                } else if (b == 0) {
-                  thread.Sync();
+                for (int q = plan.blocks; t == 0 && q < jin::kMaxBlocks; ++q) {
+                  jin::Store(&group.Header()->epoch[q],
+                             jin::Load(&group.Header()->epoch[q]) -
+                                 jin::Epochs(jin::PhasesOf(plan.algorithm()), plan.segments));
                 }
-              } else {
-                RunBroken<Sound>(thread, group, call, plan);
               }
             }
             // A kernel ends when all its blocks have ended; only then does the next one begin.

@@ -8,6 +8,7 @@
 #include <cstdio>
 #include <cstdlib>
 #include <thread>
+#include <type_traits>
 #include <vector>
 
 #include "xla_ffi/kernels/norm_protocol.h"
@@ -110,24 +111,29 @@ struct TestGroup : jin::Group {
   }
 };
 
-template <class Packets>
-struct NeverArmed : Packets {
-  static void Arm(char*, size_t) {}
-};
+inline bool never_armed = false;
+// Only the first word of a packet is checked. This breaks floating-point calls only: the words of a
+// flagged packet may have any value, and it would wait for ever.
+inline bool first_word_only = false;
 
-// Checks only the first word of a packet. Only floating-point calls use it: the words of a flagged
-// packet may have any value, and it would wait for ever.
+// Packets as they are, or broken.
 template <class Packets>
-struct FirstWordOnly : Packets {
+struct MaybeBroken : Packets {
+  static constexpr bool kBare = std::is_same_v<Packets, jin::BarePackets>;
+  static void Arm(char* slot, size_t i) {
+    if (!never_armed) Packets::Arm(slot, i);
+  }
   static bool TryGet(char* slot, size_t i, jin::Pack* p) {
-    Packets::TryGet(slot, i, p);
-    return p->word[0] != jin::kEmpty;
+    const bool all = Packets::TryGet(slot, i, p);
+    return kBare && first_word_only ? p->word[0] != jin::kEmpty : all;
   }
   static void Put(char* slot, size_t i, const jin::Pack& p) {
-    jin::Pack first = p;
-    for (int k = 1; k < 4; ++k) first.word[k] = jin::kEmpty;
-    Packets::Put(slot, i, first);
-    std::this_thread::yield();
+    if (kBare && first_word_only) {
+      jin::Pack first = p;
+      for (int k = 1; k < 4; ++k) first.word[k] = jin::kEmpty;
+      Packets::Put(slot, i, first);
+      std::this_thread::yield();
+    }
     Packets::Put(slot, i, p);
   }
 };

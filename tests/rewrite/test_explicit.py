@@ -11,9 +11,9 @@ from devices import need_devices
 from jax import lax
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
-from lowered import in_lowered
 
 import jax_intranode
+from jax_intranode._src.jax_private import hlo
 from jax_intranode._src.rewrite.explicit import communication
 
 N = len(jax.devices())
@@ -54,7 +54,7 @@ def check(f: Callable[..., Any], *args: Any) -> int:
     for w, v in zip(jax.tree.leaves(wanted), jax.tree.leaves(found), strict=True):
         assert w.sharding == v.sharding and w.dtype == v.dtype
         np.testing.assert_allclose(np.asarray(w), np.asarray(v), rtol=1e-4, atol=1e-4)
-    return sum(n for name, n in in_lowered(text).items() if name.startswith("jax_intranode"))
+    return sum(n for name, n in hlo.in_lowered(text).items() if name.startswith("jax_intranode"))
 
 
 def test_row_parallel() -> None:

@@ -62,8 +62,10 @@ def test_gather_and_matmul(check_vma: bool) -> None:
     )
 
 
-# For each: the body, the global shape of x, its spec, and the operation.
-GATHERS: dict[str, tuple[Callable[..., Any], tuple[int, ...], P, str]] = {
+# For each: the body; the global shape of x, its spec and the operation if they are not these.
+OF_ROWS = (T * N, F), ROWS, f"{AG} axis=0 ({X_SHARD}, {W_SHARD})"
+Gather = tuple[Callable[..., Any], tuple[int, ...], P, str]
+GATHERS: dict[str, Gather] = {
     "another_axis": (
         lambda x, w: gather(x, 1) @ w,
         (3, T * N, F),
@@ -76,86 +78,49 @@ GATHERS: dict[str, tuple[Callable[..., Any], tuple[int, ...], P, str]] = {
         P(None, "x"),
         f"{AG} axis=1 (f32[3,{T},{F}], {W_SHARD})",
     ),
-    "rows_split": (
-        lambda x, w: gather(x).reshape(N, T, F) @ w,
-        (T * N, F),
-        ROWS,
-        f"{AG} axis=0 ({X_SHARD}, {W_SHARD})",
-    ),
-    "stacked": (
-        lambda x, w: gather(x, tiled=False).reshape(-1, F) @ w,
-        (T * N, F),
-        ROWS,
-        f"{AG} axis=0 ({X_SHARD}, {W_SHARD})",
-    ),
+    "rows_split": (lambda x, w: gather(x).reshape(N, T, F) @ w, *OF_ROWS),
+    "stacked": (lambda x, w: gather(x, tiled=False).reshape(-1, F) @ w, *OF_ROWS),
     "stacked_in_the_middle": (
         lambda x, w: gather(x, 1, tiled=False) @ w,
-        (T * N, F),
-        ROWS,
+        *OF_ROWS[:2],
         f"{AG} axis=1 (f32[{T},1,{F}], {W_SHARD})",
     ),
     "ranks_inside": (
         lambda x, w: gather(x, tiled=False).transpose(1, 0, 2).reshape(-1, F) @ w,
-        (T * N, F),
-        ROWS,
+        *OF_ROWS[:2],
         f"{AG} axis=1 (f32[{T},1,{F}], {W_SHARD})",
     ),
-    "transposed": (
-        lambda x, w: gather(x, 1).T @ w,
-        (F, T * N),
-        COLUMNS,
-        f"{AG} axis=0 ({X_SHARD}, {W_SHARD})",
-    ),
+    "transposed": (lambda x, w: gather(x, 1).T @ w, (F, T * N), COLUMNS, OF_ROWS[2]),
     "several_contracted": (
         lambda x, w: jnp.einsum("tab,abh->th", gather(x), w.reshape(2, F // 2, H)),
         (T * N, 2, F // 2),
-        ROWS,
-        f"{AG} axis=0 ({X_SHARD}, {W_SHARD})",
+        *OF_ROWS[1:],
     ),
     "heads": (
         lambda x, w: jnp.einsum("tf,fhd->htd", gather(x), w.reshape(F, 4, H // 4)).sum(0),
-        (T * N, F),
-        ROWS,
-        f"{AG} axis=0 ({X_SHARD}, {W_SHARD})",
+        *OF_ROWS,
     ),
-    "second_operand": (
-        lambda x, w: (w.T @ gather(x).T).T,
-        (T * N, F),
-        ROWS,
-        f"{AG} axis=0 ({X_SHARD}, {W_SHARD})",
-    ),
+    "second_operand": (lambda x, w: (w.T @ gather(x).T).T, *OF_ROWS),
     "matrix_transposed": (
         lambda x, w: gather(x) @ jnp.sin(w.T).T,
-        (T * N, F),
-        ROWS,
+        *OF_ROWS[:2],
         f"{AG} axis=0 transposed ({X_SHARD}, f32[{H},{F}])",
     ),
     "batch_of_one": (
         lambda x, w: jnp.einsum("btf,bfh->bth", gather(x)[None], w[None])[0],
-        (T * N, F),
-        ROWS,
-        f"{AG} axis=0 ({X_SHARD}, {W_SHARD})",
+        *OF_ROWS,
     ),
-    "named": (
-        lambda x, w: checkpoint_name(gather(x), "whole") @ w,
-        (T * N, F),
-        ROWS,
-        f"{AG} axis=0 ({X_SHARD}, {W_SHARD})",
-    ),
+    "named": (lambda x, w: checkpoint_name(gather(x), "whole") @ w, *OF_ROWS),
     "cast_to_fewer_bytes": (
         lambda x, w: gather(x).astype("bfloat16") @ w.astype("bfloat16"),
-        (T * N, F),
-        ROWS,
+        *OF_ROWS[:2],
         f"{AG} axis=0 (bf16[{T},{F}], bf16[{F},{H}])",
     ),
     "product_cast": (
         lambda x, w: jnp.matmul(
-            gather(x.astype("bfloat16")),
-            w.astype("bfloat16"),
-            preferred_element_type="float32",
+            gather(x.astype("bfloat16")), w.astype("bfloat16"), preferred_element_type="float32"
         ).astype("bfloat16"),
-        (T * N, F),
-        ROWS,
+        *OF_ROWS[:2],
         f"{AG} axis=0 (bf16[{T},{F}], bf16[{F},{H}])",
     ),
 }
@@ -225,65 +190,49 @@ def test_products_of_two_dtypes_or_widths() -> None:
 # Reduce-scatters and all-reduces.
 
 
+# For each: the body, the global shape of y, and the operation.
+OF_SHARD = (T * N, H * N), f"{RS} axis=0 {HV}"
+REDUCED = f"matmul_all_reduce axis=0 {HV}"
 SCATTERS: dict[str, tuple[Callable[..., Any], tuple[int, ...], str]] = {
-    "plain": (lambda y, v: scatter(y @ v), (T * N, H * N), f"{RS} axis=0 {HV}"),
+    "plain": (lambda y, v: scatter(y @ v), *OF_SHARD),
     "middle_axis": (
         lambda y, v: scatter(y @ v, 1),
         (3, T * N, H * N),
         f"{RS} axis=1 (f32[3,{T * N},{H}], f32[{H},{F}])",
     ),
-    "stacked": (
-        lambda y, v: scatter((y @ v).reshape(N, T, F), tiled=False),
-        (T * N, H * N),
-        f"{RS} axis=0 {HV}",
-    ),
+    "stacked": (lambda y, v: scatter((y @ v).reshape(N, T, F), tiled=False), *OF_SHARD),
     "rows_joined": (
         lambda y, v: scatter((y @ v).reshape(-1, F)),
         (2, T * N, H * N),
         f"{RS} axis=0 (f32[{2 * T * N},{H}], f32[{H},{F}])",
     ),
-    "second_operand": (
-        lambda y, v: scatter(v.T @ y.T, 1).T,
-        (T * N, H * N),
-        f"{RS} axis=0 {HV}",
-    ),
+    "second_operand": (lambda y, v: scatter(v.T @ y.T, 1).T, *OF_SHARD),
     "columns": (
         lambda y, v: scatter(y @ jnp.tile(v, (1, N)).reshape(F * N, H).T, 1),
-        (T * N, H * N),
+        OF_SHARD[0],
         f"{RS} axis=0 transposed (f32[{F * N},{H}], f32[{T * N},{H}])",
     ),
     "sum": (
         lambda y, v: scatter(y @ v + jnp.sin(y) @ v + y @ jnp.sin(v)),
-        (T * N, H * N),
+        OF_SHARD[0],
         f"{RS} axis=0 terms=3 (" + ", ".join([HV[1:].split(", ")[0]] * 3),
     ),
     "rounded": (
         lambda y, v: scatter(
-            lax.dot_general(
-                y.astype("bfloat16"),
-                v.astype("bfloat16"),
-                (((1,), (0,)), ((), ())),
-                preferred_element_type="float32",
+            jnp.matmul(
+                y.astype("bfloat16"), v.astype("bfloat16"), preferred_element_type="float32"
             ).astype("bfloat16")
         ),
-        (T * N, H * N),
+        OF_SHARD[0],
         f"{RS} axis=0 (bf16[{T * N},{H}], bf16[{H},{F}])",
     ),
-    "psum": (
-        lambda y, v: lax.psum(y @ v, "x"),
-        (T * N, H * N),
-        f"matmul_all_reduce axis=0 {HV}",
-    ),
+    "psum": (lambda y, v: lax.psum(y @ v, "x"), OF_SHARD[0], REDUCED),
     "psum_of_several_dimensions": (
         lambda y, v: lax.psum(jnp.einsum("bth,hf->tbf", y, v), "x"),
         (3, T * N, H * N),
         f"matmul_all_reduce axis=0 (f32[{3 * T * N},{H}], f32[{H},{F}])",
     ),
-    "pmean": (
-        lambda y, v: lax.pmean((y @ v)[None], "x"),
-        (T * N, H * N),
-        f"matmul_all_reduce axis=0 {HV}",
-    ),
+    "pmean": (lambda y, v: lax.pmean((y @ v)[None], "x"), OF_SHARD[0], REDUCED),
 }
 
 
@@ -314,10 +263,6 @@ def test_forms_of_sums(form: str, check_vma: bool) -> None:
 # What is left.
 
 
-def barrier(x: Any, w: Any) -> Any:
-    return lax.optimization_barrier(gather(x)) @ w
-
-
 def barrier_between(x: Any, w: Any) -> Any:
     whole = gather(x)
     w = lax.optimization_barrier(w)
@@ -336,26 +281,10 @@ def placed_matmul(x: Any, w: Any) -> Any:
         return whole @ w
 
 
-def contracted(x: Any, w: Any) -> Any:
-    return gather(x, 1) @ jnp.tile(w, (N, 1))
-
-
-def rows_contracted(x: Any, w: Any) -> Any:
-    return gather(x).T @ jnp.ones((T * N, 3)) + w[:, :3]
-
-
 def ranks_contracted(x: Any, w: Any) -> Any:
     """The ranks' halves are summed, so the rows that are left belong to no rank."""
     halves = gather(x).reshape(2, N, -1, F)
     return jnp.einsum("antf,afh->nth", halves, jnp.stack([w, 2 * w])).reshape(-1, H)
-
-
-def scaled(x: Any, w: Any) -> Any:
-    return (gather(x) * 2) @ w
-
-
-def cast_to_more_bytes(x: Any, w: Any) -> Any:
-    return gather(x.astype("bfloat16")).astype("float32") @ w
 
 
 def cast_and_used(x: Any, w: Any) -> Any:
@@ -364,31 +293,29 @@ def cast_and_used(x: Any, w: Any) -> Any:
     return product.astype("float32") + whole.sum()
 
 
-def its_own_transpose(x: Any, w: Any) -> Any:
-    whole = gather(x)
-    return whole @ whole.T + w.sum()
+GATHERS_LEFT: dict[str, Callable[..., Any]] = {
+    "barrier": lambda x, w: lax.optimization_barrier(gather(x)) @ w,
+    "barrier_between": barrier_between,
+    "placed": placed,
+    "placed_matmul": placed_matmul,
+    "rows_contracted": lambda x, w: gather(x).T @ jnp.ones((T * N, 3)) + w[:, :3],
+    "ranks_contracted": ranks_contracted,
+    "scaled": lambda x, w: (gather(x) * 2) @ w,
+    "cast_to_more_bytes": lambda x, w: gather(x.astype("bfloat16")).astype("float32") @ w,
+    "cast_and_used": cast_and_used,
+    "its_own_transpose": lambda x, w: (lambda g: g @ g.T + w.sum())(gather(x)),
+}
 
 
-@pytest.mark.parametrize(
-    "body",
-    [
-        barrier,
-        barrier_between,
-        placed,
-        placed_matmul,
-        rows_contracted,
-        ranks_contracted,
-        scaled,
-        cast_to_more_bytes,
-        cast_and_used,
-        its_own_transpose,
-    ],
-)
-def test_gathers_that_are_left(body: Callable[..., Any]) -> None:
-    check_left(lambda *args: body(*args)[None], (X, W), in_specs=XW)
+@pytest.mark.parametrize("form", GATHERS_LEFT)
+def test_gathers_that_are_left(form: str) -> None:
+    check_left(lambda *args: GATHERS_LEFT[form](*args)[None], (X, W), in_specs=XW)
 
 
 def test_a_gathered_contraction_is_left() -> None:
+    def contracted(x: Any, w: Any) -> Any:
+        return gather(x, 1) @ jnp.tile(w, (N, 1))
+
     check_left(contracted, (normal(T, F * N), W), in_specs=(COLUMNS, P()), out_specs=P())
 
 

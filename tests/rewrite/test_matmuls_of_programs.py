@@ -12,7 +12,7 @@ import pytest
 from cases import line, sharded
 from jax import lax
 from jax.sharding import PartitionSpec as P
-from lowered import compare_lowered, in_lowered
+from lowered import compare_lowered
 from rewritten_matmuls import (  # noqa: F401
     AG,
     COLUMNS,
@@ -40,6 +40,7 @@ from rewritten_matmuls import (  # noqa: F401
 from test_rewriting import names, rewritten
 
 import jax_intranode
+from jax_intranode._src.jax_private import hlo
 from jax_intranode._src.rewrite import gathers
 from jax_intranode._src.rewrite.body import Body
 
@@ -217,7 +218,7 @@ def test_calls_of_programs_for_gpus(
 
         lowered = jax.jit(gradient).trace(*args).lower(lowering_platforms=("cuda",)).as_text()
         attributes = re.findall(r"mhlo\.backend_config = (\{.*?\}), operand_layouts", lowered)
-        return in_lowered(lowered), sorted(a for a in attributes if "transposed" in a)
+        return hlo.in_lowered(lowered), sorted(a for a in attributes if "transposed" in a)
 
     with (
         mock.patch.object(Body, "is_overlapped", IS_OVERLAPPED),
@@ -229,7 +230,7 @@ def test_calls_of_programs_for_gpus(
             rewritten, found = calls(BY_LAX)
     assert found == matmuls and found
     # JAX's own sum for a gradient is replaced, too.
-    of_sums = ("jax_intranode_psum", "all_reduce")
+    of_sums = ("jax_intranode_psum", "all-reduce")
     assert sum(rewritten[k] for k in of_sums) == sum(by_hand[k] for k in of_sums)
     for name in of_sums:
         rewritten.pop(name, None)

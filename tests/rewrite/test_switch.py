@@ -19,9 +19,10 @@ from jax import lax
 from jax._src.interpreters import pxla  # noqa: TID251 - programs count compilations by it
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
-from lowered import in_lowered
+from tiers import full
 
 import jax_intranode
+from jax_intranode._src.jax_private import hlo
 
 N = len(jax.devices())
 
@@ -42,7 +43,7 @@ X = jnp.arange(N * 4, dtype=jnp.float32).reshape(N, 4)
 
 def ours(f: Callable[..., Any], *args: Any) -> int:
     """How many operations of this package a function lowers to."""
-    found = in_lowered(f.lower(*args).as_text())
+    found = hlo.in_lowered(f.lower(*args).as_text())
     return sum(count for name, count in found.items() if name.startswith("jax_intranode"))
 
 
@@ -285,8 +286,8 @@ print(__name__, sys.argv[1:], helper.NAME, "custom_call @jax_intranode_psum" in 
     [
         (False, "0"),
         (True, "1"),
-        pytest.param(False, "1", marks=pytest.mark.full),
-        pytest.param(True, "0", marks=pytest.mark.full),
+        full(False, "1"),
+        full(True, "0"),
     ],
 )
 def test_run_a_script_that_nobody_edits(as_module: bool, disabled: str, tmp_path: Path) -> None:

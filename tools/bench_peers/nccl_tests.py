@@ -11,8 +11,7 @@ import jax.numpy as jnp
 
 from bench_peers.peer import Peer, Unavailable
 from jax_intranode._src.command_line.bench.settings import Settings
-from jax_intranode._src.command_line.launcher.files import run_ranks
-from jax_intranode._src.command_line.launcher.progress import ProgressLine
+from jax_intranode._src.command_line.launcher.runs import ProgressLine, run_ranks
 
 # The program for each operation, and the names that nccl-tests has for the dtypes.
 _PROGRAMS = {

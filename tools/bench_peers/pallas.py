@@ -9,8 +9,7 @@ import jax.numpy as jnp
 
 from bench_peers.peer import Peer, Unavailable
 from jax_intranode._src.command_line.bench.settings import Settings
-from jax_intranode._src.command_line.launcher.functions import SINGLE_PROCESS, run_function
-from jax_intranode._src.command_line.launcher.progress import ProgressLine
+from jax_intranode._src.command_line.launcher.runs import SINGLE_PROCESS, ProgressLine, run_function
 from jax_intranode._src.group import nvml
 
 _DTYPES = ("bfloat16", "float16")

@@ -10,9 +10,9 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jax_intranode._src.command_line.bench import matmuls, oracle, timing
-from jax_intranode._src.command_line.bench.operations import MATMULS
-from jax_intranode._src.command_line.bench.settings import Settings, Shape
-from jax_intranode._src.command_line.launcher.function_rank import Rank
+from jax_intranode._src.command_line.bench.operations import MATMULS, Shape
+from jax_intranode._src.command_line.bench.settings import Settings
+from jax_intranode._src.command_line.launcher.all_ranks import Rank
 
 LIBRARY = "pallas"
 
@@ -94,7 +94,7 @@ def measure_shape(
     if not seconds:
         return None
     call = call_of(configs[min(seconds)[1]])
-    wrong, _ = oracle.Sample(mesh, matmul, False, data).compare(call.results(mesh))
+    wrong, _ = oracle.compare_sample(mesh, matmul, False, data, call.results(mesh))
     length = matmuls.chain_length(settings, dtype_name, shape)
     times_of, _ = timing.compare(
         {LIBRARY: matmuls.chain(mesh, call, length).run},

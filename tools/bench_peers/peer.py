@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from jax_intranode._src.command_line.bench.settings import Settings
-from jax_intranode._src.command_line.launcher.progress import ProgressLine
+from jax_intranode._src.command_line.launcher.runs import ProgressLine
 
 
 class Unavailable(Exception):

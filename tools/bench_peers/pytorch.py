@@ -9,9 +9,7 @@ from typing import Any
 from bench_peers.peer import Peer, Unavailable
 from jax_intranode._src.command_line.bench import matmuls
 from jax_intranode._src.command_line.bench.settings import Settings
-from jax_intranode._src.command_line.launcher.files import run_ranks
-from jax_intranode._src.command_line.launcher.functions import Follower
-from jax_intranode._src.command_line.launcher.progress import ProgressLine
+from jax_intranode._src.command_line.launcher.runs import Follower, ProgressLine, run_ranks
 
 _DTYPES = ("bfloat16", "float16", "float32")
 

@@ -16,8 +16,7 @@ from bench_peers.peer import Unavailable
 from bench_peers.pytorch import PYTORCH
 from jax_intranode._src.command_line.bench.report import number
 from jax_intranode._src.command_line.bench.settings import Settings
-from jax_intranode._src.command_line.launcher.files import RankError
-from jax_intranode._src.command_line.launcher.progress import ProgressLine
+from jax_intranode._src.command_line.launcher.runs import ProgressLine, RankError
 
 PEERS = {peer.name: peer for peer in (PYTORCH, PALLAS, NCCL_TESTS)}
 

@@ -8,7 +8,7 @@ from typing import Any
 from bench_peers.registry import is_matmul
 
 from bench_plots import collectives, matmuls
-from jax_intranode._src.command_line.bench import record
+from jax_intranode._src.command_line.bench import report
 from jax_intranode._src.command_line.options import WrongInput, check_can_draw, new_file
 
 DESCRIPTION = "Draws what `bench --json FILE` has written, several files into one picture."
@@ -28,7 +28,7 @@ def run(arguments: argparse.Namespace) -> int:
         WrongInput: the files can't be drawn.
     """
     try:
-        results = [record.read(file) for file in arguments.files]
+        results = [report.read(file) for file in arguments.files]
     except OSError as error:
         raise WrongInput(
             f"{error.filename}: {error.strerror}: name files that `bench --json` has written"
@@ -85,6 +85,6 @@ def _details(results: Sequence[dict[str, Any]]) -> str:
     lines = []
     for result in results:
         header = result["header"]
-        lines.append(f"{record.versions_text(header)}, {header['date'][:10]}")
+        lines.append(f"{report.versions_text(header)}, {header['date'][:10]}")
         lines += [", ".join(result["peers"]["versions"])] if result["peers"]["versions"] else []
     return "\n".join(lines)

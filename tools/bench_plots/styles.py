@@ -5,7 +5,7 @@ The colours are those of Okabe and Ito, which people with colour blindness can t
 
 from bench_peers.registry import PEERS
 
-from jax_intranode._src.command_line.launcher.functions import PROCESS_PER_DEVICE, SINGLE_PROCESS
+from jax_intranode._src.command_line.launcher.runs import PROCESS_PER_DEVICE, SINGLE_PROCESS
 
 OURS = "#0072B2"
 LAX = "#D55E00"

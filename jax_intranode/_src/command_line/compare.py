@@ -28,7 +28,7 @@ import types
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
@@ -72,7 +72,7 @@ class _Function:
 
     Attributes:
         calls: the number of calls outside of other functions.
-        seconds: the times of calls, by program and by the arguments' shapes.
+        seconds: the times of calls, by the arguments' shapes and by program.
         explanation: what becomes of its collectives, or why that is not known.
         difference: the greatest difference of results and where it is, or why it is not known.
     """
@@ -83,7 +83,7 @@ class _Function:
         self.where = f" ({Path(code.co_filename).name}:{code.co_firstlineno})" if code else ""
         self.calls = 0
         self.last = ""
-        self.seconds: dict[str, dict[Any, list[float]]] = {PLAIN: {}, ACCELERATED: {}}
+        self.seconds: dict[Any, dict[str, list[float]]] = {}
         self.explanation: Any = "it was called only once"
         self.difference: tuple[float, str] | str = "it was called only once"
 
@@ -96,15 +96,20 @@ class _Function:
 
     def times(self) -> dict[str, list[float]]:
         """The times of both programs with the shapes of which there are most."""
-        count = {
-            shapes: sum(len(found.get(shapes, ())) for found in self.seconds.values())
-            for shapes in {shapes for found in self.seconds.values() for shapes in found}
-        }
-        shapes = max(count, key=count.__getitem__, default=None)
-        return {program: found.get(shapes, []) for program, found in self.seconds.items()}
+        found = max(self.seconds.values(), key=lambda f: sum(map(len, f.values())), default={})
+        return {program: found.get(program, []) for program in (PLAIN, ACCELERATED)}
 
 
-class _Jitted:
+class _Instead:
+    """Has all that the object has that JAX has made, besides what a subclass does instead."""
+
+    _made: Any
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["_made"], name)
+
+
+class _Jitted(_Instead):
     """What ``jax.jit`` returns to the script: the function that JAX made, and its comparison."""
 
     def __init__(self, made: Any, comparison: "Comparison", function: _Function) -> None:
@@ -130,60 +135,40 @@ class _Jitted:
     def eval_shape(self, *args: Any, **kwargs: Any) -> Any:
         return self._made.eval_shape(*args, **kwargs)
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.__dict__["_made"], name)
 
-
-class _Lowered:
+class _Lowered(_Instead):
     """What ``lower`` returns to the script: what JAX has lowered, without acceleration."""
 
     def __init__(self, jitted: _Jitted, args: Any, kwargs: Any) -> None:
-        self._jitted, self._arguments = jitted, (args, kwargs)
+        self._jitted = jitted
+        self._traced = functools.partial(jitted._made, *args, **kwargs)
         with hook.enabled(None):
-            self._lowered = jitted._made.lower(*args, **kwargs)
+            self._made = jitted._made.lower(*args, **kwargs)
 
     def compile(self, *args: Any, **kwargs: Any) -> Any:
         return _Compiled(self, args, kwargs)
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.__dict__["_lowered"], name)
 
-
-class _Compiled:
+class _Compiled(_Instead):
     """What ``lower().compile()`` returns to the script: both programs."""
 
     def __init__(self, lowered: _Lowered, args: Any, kwargs: Any) -> None:
-        self._jitted, self._lower_with = lowered._jitted, lowered._arguments
-        self._plain = lowered._lowered.compile(*args, **kwargs)
+        self._jitted, self._traced = lowered._jitted, lowered._traced
+        self._made = lowered._made.compile(*args, **kwargs)
         with self._jitted._comparison.accelerate():
-            again = self._jitted._made.lower(*self._lower_with[0], **self._lower_with[1])
+            again = self._jitted._made.lower(*self._traced.args, **self._traced.keywords)
             self._accelerated = again.compile(*args, **kwargs)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         jitted = self._jitted
-        traced = _Traced(jitted._made, *self._lower_with)
-        return jitted._comparison.call(jitted._function, self._run, args, kwargs, traced)
+        return jitted._comparison.call(jitted._function, self._run, args, kwargs, self._traced)
 
     def _run(self, *args: Any, **kwargs: Any) -> Any:
-        return (self._accelerated if hook.enabled.value else self._plain)(*args, **kwargs)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.__dict__["_plain"], name)
-
-
-class _Traced(NamedTuple):
-    """A jitted function, and the arguments to trace it with."""
-
-    made: Any
-    args: Any
-    kwargs: Any
+        return (self._accelerated if hook.enabled.value else self._made)(*args, **kwargs)
 
 
 class Comparison:
-    """The comparison of a script."""
-
     def __init__(self, steps: int, accelerate: Callable[[], Any]) -> None:
-        """Begins with no function."""
         self._steps = steps
         self._block = max(1, steps // 8)
         self.accelerate = accelerate
@@ -229,13 +214,13 @@ class Comparison:
         made: Any,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
-        traced: _Traced | None = None,
+        traced: functools.partial[Any] | None = None,
     ) -> Any:
         """Calls a function, by the program whose turn it is.
 
         Args:
             made: runs it, by the program that the context says.
-            traced: what to trace; by default `made` with these arguments.
+            traced: what to trace, with its arguments; by default `made` with these.
         """
         if self._over or threading.get_ident() != self._thread or trace_state.is_tracing():
             return made(*args, **kwargs)
@@ -248,7 +233,7 @@ class Comparison:
         turn = (number - 2) // self._block % 4
         program = ACCELERATED if number == 1 or (number > 1 and turn in (1, 2)) else PLAIN
         if number == 1:
-            traced = traced or _Traced(made, args, kwargs)
+            traced = traced or functools.partial(made, *args, **kwargs)
             result = self._call_both(function, made, args, kwargs, traced)
         else:
             result = self._call_timed(function, program, made, args, kwargs)
@@ -278,19 +263,23 @@ class Comparison:
             result = jax.block_until_ready(made(*args, **kwargs))
             seconds = time.perf_counter() - started
         if self._compiles == compiles and function.last == program:
-            function.seconds[program].setdefault(shapes, []).append(seconds)
+            function.seconds.setdefault(shapes, {}).setdefault(program, []).append(seconds)
         return result
 
     def _call_both(
-        self, function: _Function, made: Any, args: Any, kwargs: Any, traced: _Traced
+        self,
+        function: _Function,
+        made: Any,
+        args: Any,
+        kwargs: Any,
+        traced: functools.partial[Any],
     ) -> Any:
         """Calls both programs with the same arguments; the script gets the accelerated result."""
         plain: Any = None
         try:
             with self._context(ACCELERATED):
-                function.explanation = jax_intranode.explain(traced.made)(
-                    *traced.args, **traced.kwargs
-                )
+                explain = jax_intranode.explain(traced.func)
+                function.explanation = explain(*traced.args, **traced.keywords)
         except Exception as error:
             function.explanation = f"{type(error).__name__}: {error}"
         with self._context(PLAIN):
@@ -368,12 +357,12 @@ def _say(text: str) -> None:
         sys.stderr.flush()
 
 
-def _copied(traced: _Traced, args: Any, kwargs: Any) -> tuple[Any, Any] | str:
+def _copied(traced: functools.partial[Any], args: Any, kwargs: Any) -> tuple[Any, Any] | str:
     """The arguments, with copies of those that the function donates; or why it can't run twice."""
     leaves, structure = jax.tree.flatten((args, kwargs))
     donated = [True] * len(leaves)  # with static arguments, and for pmap, it is not known which
-    if hasattr(traced.made, "trace"):
-        found = traced.made.trace(*traced.args, **traced.kwargs)
+    if hasattr(traced.func, "trace"):
+        found = traced.func.trace(*traced.args, **traced.keywords)
         effects = {type(effect).__name__ for effect in found.jaxpr.effects} - {*_HARMLESS}
         if effects:
             return f"it has effects that must not happen twice: {', '.join(sorted(effects))}"

@@ -12,11 +12,9 @@ from typing import Any
 
 from jax_intranode._src.command_line import benefits, machine, source_tree
 from jax_intranode._src.command_line.bench import command as bench
-from jax_intranode._src.command_line.bench import options as bench_options
-from jax_intranode._src.command_line.bench import record
+from jax_intranode._src.command_line.bench import report
 from jax_intranode._src.command_line.bench.settings import Settings
-from jax_intranode._src.command_line.launcher.functions import PROCESS_PER_DEVICE
-from jax_intranode._src.command_line.launcher.progress import ProgressLine
+from jax_intranode._src.command_line.launcher.runs import PROCESS_PER_DEVICE, ProgressLine
 from jax_intranode._src.command_line.options import (
     Parser,
     WrongInput,
@@ -56,7 +54,6 @@ _BAR = 40  # characters of the longest bar
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declares the arguments of the command."""
     add_platform(parser, gpus="two or more")
     parser.add_argument("--png", type=new_file, metavar="FILE", help="draw the times, too")
     add_json(parser)
@@ -89,7 +86,7 @@ def run(arguments: argparse.Namespace) -> int:
             print(_title(settings), flush=True)
         measured = bench.run_mode(settings, {}, _TIMEOUT_S, line, shows_table=False)
         empty: dict[str, Any] = {"versions": [], "rows": []}
-        results.append({"version": record.VERSION, **measured, "peers": empty})
+        results.append({"version": report.VERSION, **measured, "peers": empty})
         if not arguments.json:
             print(_table(measured["rows"]), flush=True)
     wrong = sum(row["wrong"] + row["lax_wrong"] for result in results for row in result["rows"])
@@ -117,13 +114,12 @@ def _busy() -> str | None:
 
 
 def _settings(platform: str, devices: int) -> list[Settings]:
-    """What to measure on these devices."""
     parser = Parser()
-    bench_options.add_arguments(parser)
+    bench.add_arguments(parser)
     found = []
     for options in _MEASURED[platform]:
         arguments = parser.parse_args([*options.split(), "--mode", PROCESS_PER_DEVICE])
-        found += bench_options.settings(arguments, platform, devices)
+        found += bench.settings_of(arguments, platform, devices)
     return found
 
 

@@ -10,18 +10,26 @@ import json
 import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import jax_intranode
-from jax_intranode._src.command_line import checks, info, machine
-from jax_intranode._src.command_line.checks import FAILS, OK, SKIPPED, WARNING, Check
-from jax_intranode._src.command_line.launcher.files import RankError
-from jax_intranode._src.command_line.launcher.functions import (
+from jax_intranode._src.command_line import info, machine
+from jax_intranode._src.command_line.info import (
+    FAILS,
+    NO_GPUS,
+    OK,
+    SKIPPED,
+    WARNING,
+    Check,
+    Finding,
+    check,
+)
+from jax_intranode._src.command_line.launcher.runs import (
     PROCESS_PER_DEVICE,
     SINGLE_PROCESS,
     Devices,
+    RankError,
     run_function,
 )
 from jax_intranode._src.command_line.options import add_json
@@ -44,29 +52,28 @@ _HOST_NAMESPACES = {"pid": 0xEFFFFFFC, "ipc": 0xEFFFFFFF}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declares the arguments of the command."""
     add_json(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Prints the checks as they end, then the benefits; returns the exit code."""
     report, done = info.report(), []
-    for check in all_checks(report):
-        done.append(check)
+    for one in all_checks(report):
+        done.append(one)
         if not arguments.json:
-            print(checks.text_of(check), flush=True)
+            print(one, flush=True)
     sentence, rows, table = _benefits(report, done)
-    fails = sum(check.verdict == FAILS for check in done)
+    fails = sum(one.verdict == FAILS for one in done)
     if arguments.json:
         found = {
-            "checks": [asdict(check) for check in done],
+            "checks": [asdict(one) for one in done],
             "passes": fails == 0,
             "summary": sentence,
             "benefits": rows,
         }
         print(json.dumps(found, indent=2))
     else:
-        warnings = sum(check.verdict == WARNING for check in done)
+        warnings = sum(one.verdict == WARNING for one in done)
         print(f"\n{len(done)} checks: {fails} failed, {warnings} with a warning.\n")
         print(sentence + (f"\n{table}" if table else ""))
     return 1 if fails else 0
@@ -74,12 +81,12 @@ def run(arguments: argparse.Namespace) -> int:
 
 def all_checks(found: dict[str, Any]) -> Iterator[Check]:
     """Yields the checks. The later ones take seconds."""
-    yield from checks.of_installation(found)
+    yield from info.of_installation(found)
     yield from _tuning(found)
     yield _driver(found)
     yield _links(found)
     yield _peer_access(found)
-    yield _namespaces()
+    yield _namespaces(found)
     yield _dev_shm(found)
     yield from _memory(found)
     yield from _tests(found)
@@ -105,48 +112,44 @@ def _tuning(found: dict[str, Any]) -> Iterator[Check]:
     )
 
 
-def _driver(found: dict[str, Any]) -> Check:
-    name, driver, needed = "driver", found["driver"], found["cuda_part"].get("cuda")
+@check("driver")
+def _driver(found: dict[str, Any]) -> Finding:
+    driver, needed = found["driver"], found["cuda_part"].get("cuda")
     if driver["version"] is None:
         if not _device_files():
-            return Check(name, SKIPPED, f"{checks.NO_GPUS}: {driver['reason']}")
+            return SKIPPED, f"{NO_GPUS}: {driver['reason']}"
         remedy = "install NVIDIA's driver, or give the container its libraries (--gpus all)"
-        return Check(name, FAILS, f"there are GPUs in /dev, but {driver['reason']}", remedy)
+        return FAILS, f"there are GPUs in /dev, but {driver['reason']}", remedy
     reason = f"{driver['version']}, for CUDA up to {driver['cuda']}"
     if needed and int(needed.split(".")[0]) > int(driver["cuda"].split(".")[0]):
         reason = f"{reason}; the CUDA part was built with CUDA {needed}"
-        return Check(
-            name, FAILS, reason, "install a newer driver, or build with an older CUDA toolkit"
-        )
-    return Check(name, OK, reason)
+        return FAILS, reason, "install a newer driver, or build with an older CUDA toolkit"
+    return OK, reason
 
 
 def _device_files() -> list[Path]:
     return sorted(Path("/dev").glob("nvidia[0-9]*"))
 
 
-def _links(found: dict[str, Any]) -> Check:
-    links, name = found["topology"]["links"], "NVLink"
+@check("NVLink")
+def _links(found: dict[str, Any]) -> Finding:
+    links = found["topology"]["links"]
     if len(links) < 2:
-        return Check(name, SKIPPED, _too_few(links))
+        return SKIPPED, _too_few(links)
     missing = _pairs(len(links), lambda i, j: links[i][j] == 0)
     if topology.relays(links) is not None:
-        return Check(
-            name,
-            OK,
+        return OK, (
             "a hybrid cube mesh: psum among all 8 GPUs, and all operations within groups whose "
-            "GPUs are linked to each other; jax.lax runs the rest",
+            "GPUs are linked to each other; jax.lax runs the rest"
         )
     if missing:
-        return Check(
-            name,
-            WARNING,
-            f"not linked: {', '.join(missing)}",
+        remedy = (
             "a mesh with such a pair falls back to jax.lax: make meshes of linked GPUs only "
-            "(`python -m jax_intranode topology` shows them)",
+            "(`python -m jax_intranode topology` shows them)"
         )
+        return WARNING, f"not linked: {', '.join(missing)}", remedy
     fewest = min(links[i][j] for i in range(len(links)) for j in range(i))
-    return Check(name, OK, f"{len(links)} GPUs, each pair has {fewest} links or more")
+    return OK, f"{len(links)} GPUs, each pair has {fewest} links or more"
 
 
 def _pairs(count: int, chosen: Callable[[int, int], bool]) -> list[str]:
@@ -154,14 +157,15 @@ def _pairs(count: int, chosen: Callable[[int, int], bool]) -> list[str]:
 
 
 def _too_few(gpus: Sequence[Any]) -> str:
-    return checks.NO_GPUS if not gpus else "a single GPU has no peers"
+    return NO_GPUS if not gpus else "a single GPU has no peers"
 
 
-def _peer_access(found: dict[str, Any]) -> Check:
+@check("peer access")
+def _peer_access(found: dict[str, Any]) -> Finding:
     """What the driver says. The tests below find out whether it is true."""
-    name, gpus = "peer access", found["gpus"]
+    gpus, links = found["gpus"], found["topology"]["links"]
     if len(gpus) < 2:
-        return Check(name, SKIPPED, _too_few(gpus))
+        return SKIPPED, _too_few(gpus)
     try:
         with nvml.session() as module:
             handles = [module.nvmlDeviceGetHandleByPciBusId(gpu["bus_id"]) for gpu in gpus]
@@ -176,54 +180,48 @@ def _peer_access(found: dict[str, Any]) -> Check:
                 )
 
             # On a hybrid cube mesh only linked pairs need it.
-            links = found["topology"]["links"]
             needed = topology.relays(links) is None
             missing = _pairs(len(gpus), lambda i, j: (needed or links[i][j] > 0) and lacks(i, j))
     except Exception as error:
-        return Check(name, SKIPPED, f"NVML does not say: {error or type(error).__name__}")
+        return SKIPPED, f"NVML does not say: {error or type(error).__name__}"
     if missing:
         remedy = (
             "switch MIG off, and IOMMU or ACS in virtual machines; see `nvidia-smi topo -p2p w`"
         )
-        return Check(
-            name, FAILS, f"the driver allows no access between {', '.join(missing)}", remedy
-        )
-    return Check(name, OK, "the driver allows reads and writes between all pairs")
+        return FAILS, f"the driver allows no access between {', '.join(missing)}", remedy
+    return OK, "the driver allows reads and writes between all pairs"
 
 
-def _namespaces() -> Check:
-    name, own = "namespaces", []
+@check("namespaces")
+def _namespaces(found: dict[str, Any]) -> Finding:
+    own = []
     for kind, host in _HOST_NAMESPACES.items():
         try:
             if os.stat(f"/proc/self/ns/{kind}").st_ino != host:
                 own.append(kind.upper())
         except OSError as error:
-            return Check(name, SKIPPED, f"/proc/self/ns/{kind}: {error.strerror}")
+            return SKIPPED, f"/proc/self/ns/{kind}: {error.strerror}"
     if not own:
-        return Check(name, OK, "the host's")
-    return Check(
-        name,
-        OK,
+        return OK, "the host's"
+    return OK, (
         f"this is a container with {' and '.join(own)} namespaces of its own: run all processes of "
-        "a node in one container",
+        "a node in one container"
     )
 
 
-def _dev_shm(found: dict[str, Any]) -> Check:
-    name = str(machine.SHARED_MEMORY)
+@check(str(machine.SHARED_MEMORY))
+def _dev_shm(found: dict[str, Any]) -> Finding:
     remedy = (
         "give the container more (docker run --shm-size=1g, or --ipc=host); without it, processes "
         "of CPU devices fall back to jax.lax"
     )
     if problem := machine.problem_of_shared_memory():
-        return Check(name, WARNING if found["gpus"] else FAILS, problem, remedy)
+        return WARNING if found["gpus"] else FAILS, problem, remedy
     free, needed = machine.free_shared_memory(), 2 * _slab_bytes("cpu")
     reason = (
         f"writable, {free >> 20} MiB free; a process with a CPU device needs {needed >> 21} MiB"
     )
-    if free < needed:
-        return Check(name, WARNING, reason, remedy)
-    return Check(name, OK, reason)
+    return (WARNING, reason, remedy) if free < needed else (OK, reason)
 
 
 def _slab_bytes(platform: str) -> int:
@@ -238,7 +236,7 @@ def _slab_bytes(platform: str) -> int:
 
 def _memory(found: dict[str, Any]) -> Iterator[Check]:
     if not found["gpus"]:
-        yield Check("GPU memory", SKIPPED, checks.NO_GPUS)
+        yield Check("GPU memory", SKIPPED, NO_GPUS)
     for number, gpu in enumerate(found["gpus"]):
         yield _memory_of(number, gpu)
 
@@ -318,21 +316,16 @@ def _probe(
 
 def _self_test(name: str, platform: str, ranks: int) -> Check:
     result, problem = _run_test("operations", platform, 2, ranks)
-    fails = partial(
-        Check,
-        name,
-        FAILS,
-        remedy="`python -m jax_intranode info` shows all versions; report this with its output",
-    )
-    if problem:
-        return fails(problem)
-    if not result["right"]:
-        return fails("a psum or an all-gather was wrong")
-    if result["algorithm"] == "lax":
+    if not problem and not result["right"]:
+        problem = "a psum or an all-gather was wrong"
+    if not problem and result["algorithm"] == "lax":
         reason = f"right, but jax.lax ran it: {result['reason']}"
         return Check(name, WARNING, reason, "remove the reason, or expect no gain here")
-    if not result["operations"]:
-        return fails("the results are right, but our kernels ran nothing")
+    if not problem and not result["operations"]:
+        problem = "the results are right, but our kernels ran nothing"
+    if problem:
+        remedy = "`python -m jax_intranode info` shows all versions; report this with its output"
+        return Check(name, FAILS, problem, remedy)
     return Check(name, OK, f"psum and all_gather are right; psum ran as {result['algorithm']}")
 
 
@@ -375,7 +368,7 @@ def _benefits(
 
     gpus = found["gpus"]
     count = _usable_gpus(found)
-    failed = [check for check in done[-2:] if check.verdict in (FAILS, WARNING)]
+    failed = [one for one in done[-2:] if one.verdict in (FAILS, WARNING)]
     if len(failed) == 2:
         return f"{lead}not now: {failed[0].reason}.", [], ""
     on_gpus = count >= 2

@@ -10,12 +10,14 @@ import importlib.util
 import json
 import os
 import platform
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
 import jax_intranode
-from jax_intranode._src.command_line import checks, machine, versions
+from jax_intranode._src.command_line import machine
 from jax_intranode._src.command_line.options import add_json
 from jax_intranode._src.group import nvml, topology
 from jax_intranode._src.native import ffi_headers
@@ -45,16 +47,17 @@ _DISTRIBUTIONS = (
 # Other programs' variables that change what this package finds or how it runs.
 _OTHER_VARIABLES = ("JAX_", "XLA_", "NCCL_", "CUDA_VISIBLE_DEVICES", "LD_LIBRARY_PATH", "TF_CPP")
 
+OK, WARNING, FAILS, SKIPPED = "ok", "warning", "fails", "skipped"
+NO_GPUS = "no GPUs here"
+
 _T = TypeVar("_T")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declares the arguments of the command."""
     add_json(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Prints the report."""
     found = report()
     print(json.dumps(found, indent=2) if arguments.json else text_of(found))
     return 0
@@ -68,7 +71,7 @@ def report() -> dict[str, Any]:
         try:
             return ask()
         except Exception as error:
-            problems.append(f"{what}: {checks.described(error)}")
+            problems.append(f"{what}: {described(error)}")
             return None
 
     ffi = attempt("jaxlib", _ffi_of_jaxlib)
@@ -90,9 +93,9 @@ def report() -> dict[str, Any]:
             "cores": len(os.sched_getaffinity(0)),
         },
         "versions": {
-            name: versions.of(name)
+            name: machine.version_of(name)
             for name in ("jax", "jaxlib", *_DISTRIBUTIONS)
-            if name in ("jax", "jaxlib") or versions.of(name)
+            if name in ("jax", "jaxlib") or machine.version_of(name)
         },
         "ffi_of_jaxlib": ffi,
         "cpu_part": cpu,
@@ -104,10 +107,18 @@ def report() -> dict[str, Any]:
         "environment": variables,
         "tuning": tuned,
     }
-    for check in checks.of_installation(report):
-        if check.verdict in (checks.FAILS, checks.WARNING):
+    for check in of_installation(report):
+        if check.verdict in (FAILS, WARNING):
             problems.append(f"{check.name}: {check.reason}. To do: {check.remedy}")
     return {**report, "problems": problems}
+
+
+def described(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+
+
+def dotted(version: Sequence[int] | None) -> str:
+    return ".".join(map(str, version)) if version else "unknown"
 
 
 def _tuning() -> dict[str, Any] | None:
@@ -139,7 +150,7 @@ def _ffi_of_jaxlib() -> list[int]:
 
 def _part(name: str, ffi: list[int] | None) -> dict[str, Any]:
     """What a native module says about itself, and why it cannot be used."""
-    part: dict[str, Any] = {"built": versions.has_native_module(name), "ffi": None, "error": None}
+    part: dict[str, Any] = {"built": machine.has_native_module(name), "ffi": None, "error": None}
     if not part["built"]:
         if name == "_host":  # without _cuda, all falls back: no problem without GPUs
             part["error"] = "not built: this is a source tree, or the installation is incomplete"
@@ -152,9 +163,9 @@ def _part(name: str, ffi: list[int] | None) -> dict[str, Any]:
             part["cuda"] = f"{number // 1000}.{number % 1000 // 10}"
             part["architectures"] = module.ARCHITECTURES.split(",")
     except Exception as error:
-        part["error"] = f"it cannot be loaded: {checks.described(error)}"
+        part["error"] = f"it cannot be loaded: {described(error)}"
     if ffi is not None and part["ffi"] is not None and part["ffi"] > ffi:
-        built, has = checks.dotted(part["ffi"]), checks.dotted(ffi)
+        built, has = dotted(part["ffi"]), dotted(ffi)
         part["error"] = f"built against FFI headers {built}, and jaxlib has {has}"
     return part
 
@@ -168,7 +179,7 @@ def _gpus(found: list[topology.LinkReport]) -> list[dict[str, Any]]:
             {
                 "name": report_of_one.name,
                 "bus_id": report_of_one.bus_id,
-                "compute_capability": checks.dotted(list(facts.compute_capability)),
+                "compute_capability": dotted(list(facts.compute_capability)),
                 "memory_mib": memory and memory[0],
                 "free_mib": memory and memory[1],
             }
@@ -238,8 +249,147 @@ def _variables() -> list[dict[str, Any]]:
     return rows + [row(name) for name in others if name not in ours]
 
 
+# Checks of what is installed and set. They only look.
+
+
+@dataclass(frozen=True)
+class Check:
+    """What a check has found.
+
+    Attributes:
+        name: what was checked.
+        verdict: OK, WARNING, FAILS or SKIPPED.
+        reason: what was found, or why it was skipped.
+        remedy: what to do; empty if nothing.
+    """
+
+    name: str
+    verdict: str
+    reason: str
+    remedy: str = ""
+
+    def __str__(self) -> str:
+        remedy = f"\n{'':<8} -> {self.remedy}" if self.remedy else ""
+        return f"{self.verdict:<8} {self.name}: {self.reason}{remedy}"
+
+
+# The fields of a check after its name.
+Finding = tuple[str, str] | tuple[str, str, str]
+
+
+def check(name: str) -> Callable[[Callable[[dict[str, Any]], Finding]], Callable[..., Check]]:
+    """Makes a check of a function that finds something in the report."""
+
+    def decorated(find: Callable[[dict[str, Any]], Finding]) -> Callable[..., Check]:
+        return lambda found: Check(name, *find(found))
+
+    return decorated
+
+
+def of_installation(found: dict[str, Any]) -> Iterator[Check]:
+    """Yields the checks of what is installed and set."""
+    yield _package(found)
+    yield cpu_part(found)
+    yield cuda_part(found)
+    yield from environment(found)
+
+
+@check("package")
+def _package(found: dict[str, Any]) -> Finding:
+    error = jax_intranode._import_error
+    if error is None:
+        return OK, f"jax_intranode {jax_intranode.__version__} can be imported"
+    remedy = (
+        "follow the message, or install anew; `python -m jax_intranode info` shows all versions"
+    )
+    return FAILS, f"`import jax_intranode` fails: {described(error)}", remedy
+
+
+@check("CPU part")
+def cpu_part(found: dict[str, Any]) -> Finding:
+    """Whether the native module for CPU devices can be used."""
+    part, runtime = found["cpu_part"], found["ffi_of_jaxlib"]
+    if part["error"]:
+        return FAILS, part["error"], _remedy_of_part(part)
+    if runtime is None:
+        return SKIPPED, "jaxlib cannot be read"
+    return OK, f"built against FFI {dotted(part['ffi'])}, jaxlib has {dotted(runtime)}"
+
+
+def _remedy_of_part(part: dict[str, Any]) -> str:
+    if part["ffi"] is not None:  # it can be loaded
+        return "install a newer jaxlib: pip install -U jax"
+    if part["built"]:
+        return "install jax_intranode anew"
+    return "run `pip install .`, and leave the source tree"
+
+
+@check("CUDA part")
+def cuda_part(found: dict[str, Any]) -> Finding:
+    """Whether the native module for GPUs can be used on those of this node."""
+    part, gpus = found["cuda_part"], found["gpus"]
+    built_for = f"built for {', '.join(part['architectures'])}" if "cuda" in part else "not built"
+    if part["error"]:
+        return FAILS if gpus else WARNING, part["error"], _remedy_of_part(part)
+    if not gpus:
+        return SKIPPED, f"{NO_GPUS}; {built_for}"
+    if not part["built"]:
+        reason = f"not built; this node has {len(gpus)} GPU(s), and jax.lax runs all on them"
+        remedy = "install jax_intranode anew with nvcc on PATH, or with JAX_INTRANODE_CUDA_WHEELS=1"
+        return FAILS, reason, remedy
+    if not any(name.startswith("jax-cuda") for name in found["versions"]):
+        return FAILS, "JAX has no CUDA plugin", "pip install 'jax_intranode[cuda13]', or cuda12"
+    for gpu in gpus:
+        capability = gpu["compute_capability"]
+        major, minor = map(int, capability.split("."))
+        if not runs_on(part["architectures"], 10 * major + minor):
+            reason = f"{built_for}; {gpu['name']} has compute capability {capability}"
+            return FAILS, reason, "build with CMAKE_ARGS=-DCMAKE_CUDA_ARCHITECTURES=native"
+    return OK, f"CUDA {part['cuda']} for {', '.join(part['architectures'])}"
+
+
+def runs_on(architectures: Sequence[str], capability: int) -> bool:
+    """Whether code for these architectures runs on a GPU of this compute capability, as 90."""
+    for name in architectures:
+        if name in ("native", "all", "all-major"):  # CMake's words; the build chose
+            return True
+        # As nvcc names them (compute_80, sm_90), or as CMake does (80-virtual, 90-real, 90a).
+        found = re.fullmatch(r"(compute_|sm_)?(\d+)([af]?)(-real|-virtual)?", name)
+        if found is None or name == "sm_90a":  # the fused kernels, without which the rest runs
+            continue
+        prefix, number, suffix, kind = found.groups()
+        if suffix == "a":
+            runs = capability == int(number)
+        # PTX runs on all later GPUs, machine code on those of the same major version.
+        elif not suffix and (prefix == "compute_" or (prefix is None and kind != "-real")):
+            runs = capability >= int(number)
+        else:
+            runs = capability // 10 == int(number) // 10 and capability >= int(number)
+        if runs:
+            return True
+    return False
+
+
+def environment(found: dict[str, Any]) -> Iterator[Check]:
+    """Whether the variables that are set exist, and what they say; what turns the package off."""
+    name, rows = "environment", found["environment"]
+    for row in rows:
+        if row["problem"]:
+            verdict = FAILS if row["default"] is not None else WARNING
+            yield Check(name, verdict, row["problem"], f"correct or unset {row['name']}")
+    for variable, value in {"JAX_INTRANODE_DISABLE": "1", "JAX_INTRANODE_ALGORITHM": "lax"}.items():
+        if os.environ.get(variable) == value:
+            reason = f"{variable}={value}: everything falls back to jax.lax"
+            yield Check(name, WARNING, reason, f"unset {variable}")
+    if not any(row["problem"] for row in rows):
+        names = [row["name"] for row in rows if row["value"] and row["default"]]
+        yield Check(name, OK, f"variables set: {', '.join(names) or 'none'}")
+
+
+# The report as text.
+
+
 def text_of(found: dict[str, Any]) -> str:
-    """Returns the report as text."""
     rows: list[tuple[str, str]] = []
 
     def add(title: str, *lines: str) -> None:
@@ -302,4 +452,4 @@ def _text_of_part(part: dict[str, Any]) -> str:
     if not part["built"]:
         return "not built"
     cuda = f"CUDA {part['cuda']} for {', '.join(part['architectures'])}, " if "cuda" in part else ""
-    return f"built, {cuda}FFI {checks.dotted(part['ffi'])}"
+    return f"built, {cuda}FFI {dotted(part['ffi'])}"

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from jax_intranode._src.command_line import run as run_command
 from jax_intranode._src.command_line.launcher import start_rank
-from jax_intranode._src.command_line.launcher.job import START_RANK, Job, Streams
+from jax_intranode._src.command_line.launcher.job import ABORT_S, START_RANK, Job, Streams
 from jax_intranode._src.command_line.launcher.output import RankOutput, Screen, Stream
 from jax_intranode._src.command_line.launcher.rank import rank_env
 from jax_intranode._src.command_line.launcher.service import coordination_service
@@ -46,13 +46,10 @@ python -m jax_intranode launch -n 4 --restarts 3 --log-dir logs train.py"""
 _ENDING = (signal.SIGHUP, signal.SIGINT, signal.SIGTERM)
 # How long the ranks may go on after one has failed, to report what they see of it.
 _OWN_ERRORS_S = 2.0
-# How long a rank may take to print its stacks after SIGABRT.
-_ABORT_S = 1.0
 _TIMED_OUT = 124  # the exit code of timeout(1)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declares the arguments of the command."""
     add = parser.add_argument
     add(
         "-n",
@@ -148,8 +145,6 @@ class _End(NamedTuple):
 
 
 class _Launch:
-    """One run of the processes."""
-
     def __init__(
         self, arguments: argparse.Namespace, program: list[str], world_size: int, restart: int
     ) -> None:
@@ -234,7 +229,7 @@ class _Launch:
         elif not received and job.running:
             _say(f"ending {_named(job.running)}: not finished after {self._arguments.timeout:g} s")
             job.send(signal.SIGABRT)
-            wait(_ABORT_S, lambda: bool(received))
+            wait(ABORT_S, lambda: bool(received))
             return _End(_TIMED_OUT, is_fault=False)
         if received:
             _say(f"{received[0].name}: ending the ranks")

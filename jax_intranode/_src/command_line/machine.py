@@ -1,10 +1,13 @@
-"""What this machine has, found without starting JAX or CUDA."""
+"""What this machine has and what is installed, found without starting JAX or CUDA."""
 
 import argparse
+import importlib.util
 import os
 import tempfile
+from importlib import metadata
 from pathlib import Path
 
+import jax_intranode
 from jax_intranode._src.command_line.options import WrongInput
 from jax_intranode._src.group import nvml
 
@@ -91,3 +94,24 @@ def problem_of_shared_memory() -> str | None:
     except OSError as error:
         return f"{SHARED_MEMORY} cannot be written: {error.strerror}"
     return f"{SHARED_MEMORY} is full" if free == 0 else None
+
+
+def version_of(distribution: str) -> str | None:
+    """The version of a distribution; None if it is not installed."""
+    try:
+        return metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def has_native_module(name: str) -> bool:
+    """Whether there is a native module "_host" or "_cuda", whether or not it can be loaded."""
+    return importlib.util.find_spec(f"jax_intranode.{name}") is not None
+
+
+def versions() -> str:
+    """The versions in one line."""
+    kernels = f"{'with' if has_native_module('_cuda') else 'without'} CUDA kernels"
+    parts = [f"jax_intranode {jax_intranode.__version__} ({kernels})"]
+    parts += [f"{name} {version_of(name) or 'not installed'}" for name in ("jax", "jaxlib")]
+    return ", ".join(parts)

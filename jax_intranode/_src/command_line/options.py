@@ -24,7 +24,6 @@ class Parser(argparse.ArgumentParser):
     """A parser that raises WrongInput. argparse prints the usage, too, and exits."""
 
     def error(self, message: str) -> NoReturn:
-        """Raises WrongInput."""
         raise WrongInput(f"{message}. `{self.prog} --help` lists what it takes.")
 
 
@@ -88,7 +87,6 @@ def names_from(allowed: Sequence[str]) -> Callable[[str], list[str]]:
 
 
 def add_platform(parser: argparse.ArgumentParser, gpus: str = "any") -> None:
-    """Declares --platform."""
     parser.add_argument(
         "--platform",
         choices=("auto", "cpu", "gpu"),
@@ -98,7 +96,6 @@ def add_platform(parser: argparse.ArgumentParser, gpus: str = "any") -> None:
 
 
 def add_mode(parser: argparse.ArgumentParser) -> None:
-    """Declares --mode."""
     parser.add_argument(
         "--mode",
         choices=("process-per-device", "single-process", "both"),

@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec as P
 
 import jax_intranode
 from jax_intranode._src.command_line.launcher import all_ranks
-from jax_intranode._src.command_line.launcher.function_rank import Rank
+from jax_intranode._src.command_line.launcher.all_ranks import Rank
 from jax_intranode._src.jax_private import distributed
 from jax_intranode._src.native import extension
 

@@ -26,7 +26,6 @@ python -m jax_intranode run -m package.train --steps 10"""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declares the arguments of the command."""
     add_options(parser)
     add_script(parser, "a Python file, or with -m a module")
 
@@ -105,7 +104,6 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _check_module(name: str) -> None:
-    """Raises WrongInput if there is no such module."""
     if not sys.flags.safe_path:
         sys.path[0] = str(Path.cwd())
     try:

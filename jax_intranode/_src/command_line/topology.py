@@ -33,7 +33,6 @@ _MEANING = {
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declares the arguments of the command."""
     parser.add_argument(
         "--json", action="store_true", help="print JSON, for programs and for --from"
     )
@@ -44,7 +43,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Prints the links, and draws them."""
     found = topology_lib.topology() if arguments.source is None else read(arguments.source)
     if arguments.png is not None:
         if not found.gpus:
@@ -87,7 +85,6 @@ def read(file: Path) -> Topology:
 
 
 def text_of(found: Topology) -> str:
-    """Returns a topology as text."""
     if not found.gpus:
         return f"no GPUs: {_why_none()}"
     lines = [str(found), ""]

@@ -4,7 +4,8 @@ A chain of (operation, multiply) is timed, less the same chain without the opera
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
@@ -14,13 +15,19 @@ import numpy as np
 from jax.sharding import Mesh
 
 import jax_intranode
-from jax_intranode._src.command_line.bench import graph, oracle, timing
+from jax_intranode._src.command_line.bench import oracle, timing
 from jax_intranode._src.command_line.bench.operations import OPERATIONS, Operation
 from jax_intranode._src.command_line.bench.settings import Settings
 from jax_intranode._src.command_line.launcher import all_ranks
+from jax_intranode._src.group import agreed
+from jax_intranode._src.group import partition as partition_lib
+from jax_intranode._src.native import definitions, extension
 from jax_intranode._src.ops import collective
 from jax_intranode._src.ops.psum import operations
 from jax_intranode._src.selection import select, tuning
+
+# The number of operations in one graph.
+_CALLS_IN_GRAPH = 50
 
 
 def measure(
@@ -41,14 +48,7 @@ def measure(
     operand_count = operation.operand_count(count, n)
     oracle_of = oracle.Collective(operation, n, operand_count * dtype.itemsize, dtype)
 
-    def operand(index: Any) -> np.ndarray:
-        return oracle_of.shard((index[0].start or 0) // operand_count)
-
-    whole = jax.make_array_from_callback(
-        (n * operand_count,),
-        timing.sharding(mesh),
-        operand,
-    )
+    whole = timing.array(mesh, operand_count, oracle_of.shard)
     # Each rank gets an equal part of a scattered array.
     at = split_points(operand_count, settings.leaves, n if operation.divides else 1)
     data = timing.program(mesh, lambda x: jnp.split(x, at))(whole)
@@ -73,9 +73,11 @@ def measure(
         settings, operation, mesh, data, size, label, with_shipped=shipped is not None
     )
     graph_times, graph_wrong = None, None
-    if graph.can_measure(settings, operation, selected):
+    if _can_measure_in_graph(settings, operation, selected):
         shards = oracle_of.own_shards(mesh)
-        graph_times, graph_wrong = graph.measure(settings, oracle_of, mesh, selected, shards, label)
+        graph_times, graph_wrong = measure_in_graph(
+            settings, oracle_of, mesh, selected, shards, label
+        )
 
     our_us = times["ours"].p50
     algbw = size / our_us / 1e3 if our_us else None
@@ -162,7 +164,6 @@ def link(call: Callable[[Any], Any]) -> Callable[[Any, Any], Any]:
 
 
 def chain_length(settings: Settings, size: int, leaves: int) -> int:
-    """Returns the number of calls in a chain."""
     if settings.chain is not None:
         return settings.chain
     # Chains are long on GPUs, because a single process launches on all of them: a short program
@@ -198,8 +199,7 @@ def times_from_jax(
     executions = 4 if settings.platform == "cpu" else 5
 
     def scale(value: float) -> jax.Array:
-        shard = np.full((1,), value, dtype)
-        return jax.make_array_from_callback((n,), data[0].sharding, lambda index: shard)
+        return timing.array(mesh, 1, lambda rank: np.full(1, value, dtype))
 
     def chain(call: Callable[[Any], Any], factor: jax.Array) -> Callable[[], Any]:
         return timing.Chain(mesh, link(call), data, (factor,), length, executions).run
@@ -223,3 +223,87 @@ def times_from_jax(
         with tuning.using(None):
             runs["shipped"]()  # lowers it
     return timing.compare(runs, mesh, settings, label, calls=executions * length)
+
+
+# Times of our kernels alone, back to back in a CUDA graph.
+
+
+def _can_measure_in_graph(
+    settings: Settings, operation: Operation, selected: Sequence[select.Selection]
+) -> bool:
+    """Returns whether the operation is a sequence of our kernels on one array."""
+    return (
+        settings.platform == "gpu"
+        and settings.leaves == 1
+        and not operation.is_mean
+        and all(chosen.algorithm != "lax" for chosen in selected)
+    )
+
+
+def measure_in_graph(
+    settings: Settings,
+    right: oracle.Collective,
+    mesh: Mesh,
+    selected: Sequence[select.Selection],
+    shards: dict[int, np.ndarray],
+    label: str,
+) -> tuple[timing.Times, int]:
+    """Measures and checks an operation on all ranks together.
+
+    Args:
+        selected: the selection for each step of the operation.
+        shards: the operand of each device of this process, by the device's position in the mesh.
+
+    Returns:
+        The slowest rank's times, summed over the steps, and the number of wrong elements on all
+        ranks.
+    """
+    times = timing.Times(0, 0)
+    data = shards
+    for step, chosen in enumerate(selected):
+        # A kernel's wait for its peers has a time limit, which must not include their compilation.
+        all_ranks.values(f"{label}/graph/{step}/start", 0)
+        step_times, data = _measure_step_in_graph(settings, mesh, chosen, data)
+        times += timing.slowest_rank(f"{label}/graph/{step}", step_times)
+    wrong = sum(
+        oracle.count_wrong(got, right.expected[right.part(rank, len(got))], None)
+        for rank, got in data.items()
+    )
+    return times, all_ranks.total(f"{label}/graph/wrong", wrong)
+
+
+def _measure_step_in_graph(
+    settings: Settings, mesh: Mesh, chosen: select.Selection, data: dict[int, np.ndarray]
+) -> tuple[timing.Times, dict[int, np.ndarray]]:
+    """Runs one kernel on all devices of this process at once, with a thread for each device.
+
+    Returns:
+        The slowest device's times, and each device's result.
+    """
+    groups = partition_lib.partition(mesh, ("x",))
+    devices = mesh.devices.flat
+    module: Any = extension.module("gpu")
+
+    def on_device(rank: int) -> tuple[timing.Times, np.ndarray]:
+        operand = data[rank]
+        us, output = module.time_in_graph(
+            list(groups.device_ids),
+            groups.group_size,
+            agreed.native_ordinal(devices[rank]),
+            definitions.ALGORITHMS.index(chosen.algorithm),
+            chosen.segments,
+            chosen.blocks,
+            chosen.threads,
+            operand.tobytes(),
+            operand.dtype.name,
+            _CALLS_IN_GRAPH,
+            settings.warmup_iterations + settings.iterations,
+        )
+        times = timing.statistics(us[settings.warmup_iterations :])
+        return times, np.frombuffer(output, operand.dtype)
+
+    with ThreadPoolExecutor(len(data)) as threads:
+        results = dict(zip(data, threads.map(on_device, data), strict=True))
+    p50 = max(times.p50 for times, _ in results.values())
+    p99 = max(times.p99 for times, _ in results.values())
+    return timing.Times(p50, p99), {rank: output for rank, (_, output) in results.items()}

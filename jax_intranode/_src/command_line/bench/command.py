@@ -1,19 +1,39 @@
-"""The command `bench`: the parent process, which starts the ranks and collects their results."""
+"""The command `bench`: its options, and the parent process, which starts the ranks."""
 
 import argparse
 import dataclasses
 import json
+import os
 import signal
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+import jax.numpy as jnp
+
 from jax_intranode._src.command_line import machine, source_tree
-from jax_intranode._src.command_line.bench import options, record
-from jax_intranode._src.command_line.bench.options import add_arguments as add_arguments
+from jax_intranode._src.command_line.bench import report
+from jax_intranode._src.command_line.bench import settings as of_bench
+from jax_intranode._src.command_line.bench.operations import MATMULS, OPERATIONS, Shape
 from jax_intranode._src.command_line.bench.settings import Settings
-from jax_intranode._src.command_line.launcher.functions import end_by_exit, run_function
-from jax_intranode._src.command_line.launcher.progress import ProgressLine
+from jax_intranode._src.command_line.launcher.runs import (
+    MODES,
+    ProgressLine,
+    end_by_exit,
+    run_function,
+)
+from jax_intranode._src.command_line.options import (
+    WrongInput,
+    add_mode,
+    add_platform,
+    check_can_draw,
+    integer_from,
+    names_from,
+    new_file,
+)
+from jax_intranode._src.selection import config
+from jax_intranode._src.selection.overlap.plan import describe_fields as describe_plan_fields
+from jax_intranode._src.selection.overlap.plan import parse as parse_plan
 
 DESCRIPTION = (
     "Measures an operation of this package and the same one of jax.lax, and compares their results "
@@ -25,6 +45,278 @@ python -m jax_intranode bench psum -b 1K -e 64K -f 2 -d float32,bfloat16
 python -m jax_intranode bench all_gather_matmul --shapes 4096,8192,3584 --json rows.json
 python -m jax_intranode bench psum --platform cpu --devices 4 --plot psum.png"""
 
+_DTYPES = (
+    *("bfloat16", "float16", "float32", "float64"),
+    *("int8", "int16", "int32", "int64"),
+    *("uint8", "uint16", "uint32", "uint64"),
+)
+_MATMUL_DTYPES = ("bfloat16", "float16", "float32")
+_SIZE_SUFFIXES = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the benchmark's options. Those that nccl-tests has too have the same names."""
+    add = parser.add_argument
+    positive, natural = integer_from(1), integer_from(0)
+    add(
+        "name",
+        type=_parse_name,
+        metavar="NAME",
+        help=f"what to measure: {', '.join((*OPERATIONS, *MATMULS))}; in the source tree also the "
+        "programs of tools/bench_programs",
+    )
+    text = "smallest size in bytes (default 1K)"
+    add("-b", "--minbytes", type=parse_size, default="1K", help=text)
+    text = "largest size in bytes (default 16M on GPUs, 64K on CPUs)"
+    add("-e", "--maxbytes", type=parse_size, help=text)
+    text = "factor between two sizes (default 4)"
+    add("-f", "--stepfactor", type=integer_from(2), default=4, help=text)
+    add(
+        "--shapes",
+        type=of_bench.parse_shapes,
+        metavar="M,K,N[;M,K,N...]",
+        help="shapes of a collective matmul: the product [M, K] x [K, N] that one device computes",
+    )
+    add(
+        "--preset",
+        type=names_from(of_bench.PRESETS),
+        default=[],
+        metavar="NAME[,NAME...]",
+        help=f"named lists of shapes: {', '.join(of_bench.PRESETS)} (default reference on "
+        "GPUs, tiny on CPUs)",
+    )
+    text = "measure the backward pass of a collective matmul"
+    add("--backward", action="store_true", help=text)
+    add(
+        "--plan",
+        type=_parse_plan,
+        metavar="NAME=VALUE[,NAME=VALUE...]",
+        help="force the plan of an overlapped matmul, whether or not it is the fastest. Its fields "
+        f"and their defaults: {describe_plan_fields()}",
+    )
+    text = "JAX names of dtypes, separated by commas (default bfloat16)"
+    add("-d", "--datatype", type=names_from(_DTYPES), default="bfloat16", help=text)
+    add("-n", "--iters", type=positive, default=20, help="timed repetitions (default 20)")
+    text = "untimed repetitions before the timed ones (default 5)"
+    add("-w", "--warmup_iters", type=natural, default=5, help=text)
+    text = "time limit in seconds for each mode and each peer (default 1800)"
+    add("-T", "--timeout", type=positive, default=1800, help=text)
+    add(
+        "--leaves",
+        type=positive,
+        default=1,
+        metavar="COUNT",
+        help="call the collective with a pytree of COUNT arrays; the size is that of all arrays "
+        "together (default 1)",
+    )
+    text = "calls in a row in one compiled program (default 2 to 256, by platform and size)"
+    add("--chain", type=positive, metavar="COUNT", help=text)
+    add(
+        "--settle",
+        type=natural,
+        metavar="MS",
+        help="run a collective matmul for MS milliseconds before each of its repetitions, until "
+        "the GPU's clock has settled under sustained power draw; a program runs for one untimed "
+        "repetition unless MS is 0 (default 150 on GPUs, 0 on CPUs)",
+    )
+    text = "set JAX_INTRANODE_ALGORITHM (default: as in the environment)"
+    add("--algorithm", choices=config.ALGORITHMS, help=text)
+    text = "switch XLA's latency-hiding scheduler on or off (default: XLA's default)"
+    add("--latency-hiding", choices=("on", "off"), help=text)
+    add_mode(parser)
+    add("--devices", type=positive, help="number of devices (default all GPUs, or 2 CPU devices)")
+    add_platform(parser)
+    add(
+        "--peers",
+        type=_parse_peers,
+        default=[],
+        metavar="NAME[,NAME...]",
+        help="other libraries to measure too: torch, nccl-tests, or all (default none); needs the "
+        "source tree",
+    )
+    add("--json", type=new_file, metavar="FILE", help="write the results to FILE")
+    text = "plot the results; needs matplotlib and the source tree"
+    add("--plot", type=new_file, metavar="FILE.png", help=text)
+
+
+def parse_size(text: str) -> int:
+    """Returns the number of bytes that a text such as "512", "4K", "1M" or "1G" means."""
+    suffix = text[-1:].upper()
+    factor = _SIZE_SUFFIXES.get(suffix, 1)
+    digits = text[:-1] if suffix in _SIZE_SUFFIXES else text
+    if not digits.isdecimal() or int(digits) == 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a size such as 512, 4K, 1M or 1G")
+    return int(digits) * factor
+
+
+def size_text(size: int) -> str:
+    """Returns the shortest text that `parse_size` reads as this number of bytes."""
+    for suffix, factor in reversed(_SIZE_SUFFIXES.items()):
+        if size % factor == 0:
+            return f"{size // factor}{suffix}"
+    return str(size)
+
+
+def is_program(name: str) -> bool:
+    return name not in OPERATIONS and name not in MATMULS
+
+
+def _parse_name(text: str) -> str:
+    names: list[str] = [*OPERATIONS, *MATMULS]
+    if is_program(text):
+        try:
+            programs = source_tree.load("bench_programs.definitions", "bench of other programs")
+        except WrongInput as error:
+            raise argparse.ArgumentTypeError(
+                f"{text!r} is none of {', '.join(names)}; {error}"
+            ) from None
+        names_from([*names, *programs.PROGRAMS])(text)
+    return text
+
+
+def _parse_peers(text: str) -> list[str]:
+    try:
+        peers = source_tree.load("bench_peers.registry", "--peers").PEERS
+    except WrongInput as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+    return list(peers) if text == "all" else names_from((*peers, "all"))(text)
+
+
+def _parse_plan(text: str) -> dict[str, int]:
+    """Returns the fields of the plan that "tile_columns=192,direct=1" stands for."""
+    try:
+        return dataclasses.asdict(parse_plan(text))
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+# From parsed arguments to settings.
+
+
+def settings_of(arguments: argparse.Namespace, platform: str, devices: int) -> list[Settings]:
+    """Returns the settings of each mode.
+
+    Raises:
+        WrongInput: the options contradict each other or can't work here.
+    """
+    _check(arguments)
+    name = arguments.name
+    shapes = _shapes(arguments, platform, devices) if name in MATMULS else []
+    largest = arguments.maxbytes or parse_size("64K" if platform == "cpu" else "16M")
+    settle_ms = 150 if platform == "gpu" and name not in OPERATIONS else 0
+    sizes, size = [], arguments.minbytes
+    while size <= largest:
+        sizes.append(size)
+        size *= arguments.stepfactor
+    found = [
+        Settings(
+            name=name,
+            mode=mode,
+            devices=devices,
+            platform=platform,
+            dtypes=arguments.datatype,
+            sizes=sizes,
+            leaves=arguments.leaves,
+            iterations=arguments.iters,
+            warmup_iterations=arguments.warmup_iters,
+            chain=arguments.chain,
+            shapes=[list(shape) for shape in shapes],
+            backward=arguments.backward,
+            plan=arguments.plan,
+            settle_ms=settle_ms if arguments.settle is None else arguments.settle,
+        )
+        for mode in (MODES if arguments.mode == "both" else (arguments.mode,))
+    ]
+    if name in OPERATIONS:
+        _check_sizes(arguments, largest, found[0])
+    return found
+
+
+def _check(arguments: argparse.Namespace) -> None:
+    """Raises WrongInput if these options contradict each other or can't work here."""
+    name = arguments.name
+    if is_program(name) and (arguments.peers or arguments.plot):
+        raise WrongInput(f"--peers and --plot are for operations, not for the program {name}")
+    if name in MATMULS:
+        if arguments.leaves > 1:
+            raise WrongInput(f"--leaves: {name} is measured with one x and one w")
+        others = [dtype for dtype in arguments.datatype if dtype not in _MATMUL_DTYPES]
+        if others:
+            raise WrongInput(
+                f"{name} of {others[0]}: choose from {', '.join(_MATMUL_DTYPES)} with -d"
+            )
+    elif arguments.shapes or arguments.preset or arguments.backward or arguments.plan:
+        options = "--shapes, --preset, --backward and --plan"
+        raise WrongInput(f"{options} are for {', '.join(MATMULS)}, not for {name}")
+    elif arguments.settle is not None and not is_program(name):
+        raise WrongInput(f"--settle is for collective matmuls and programs, not for {name}")
+    elif arguments.leaves > 1 and name in ("psum_scatter", "all_gather", "all_to_all"):
+        raise WrongInput(f"--leaves: {name} is measured with one array")
+    if name == "pmean":
+        integers = [d for d in arguments.datatype if jnp.issubdtype(jnp.dtype(d), jnp.integer)]
+        if integers:
+            raise WrongInput(f"pmean of {integers[0]} is a float: choose floating dtypes with -d")
+    try:
+        config.parse({**os.environ, **environment(arguments)})
+    except ValueError as error:
+        raise WrongInput(str(error)) from None
+    if arguments.plot:
+        source_tree.load("bench_plots.command", "--plot")
+        check_can_draw("--plot")
+
+
+def _check_sizes(arguments: argparse.Namespace, largest: int, settings: Settings) -> None:
+    """Raises WrongInput if there is no size of a collective to measure."""
+    smallest = arguments.minbytes
+    if smallest > largest:
+        default = "" if arguments.maxbytes else " (the default)"
+        raise WrongInput(
+            f"--minbytes {size_text(smallest)} is above --maxbytes {size_text(largest)}{default}: "
+            "choose a smaller -b or a larger -e"
+        )
+    if not settings.measurements():
+        raise WrongInput(
+            f"none of the sizes {', '.join(map(size_text, settings.sizes))} holds a whole number "
+            f"of elements of {' or '.join(settings.dtypes)} for each of {settings.devices} "
+            "devices: choose other sizes with -b, -e and -f"
+        )
+
+
+def _shapes(arguments: argparse.Namespace, platform: str, devices: int) -> Sequence[Shape]:
+    """Returns the shapes of a collective matmul that the options ask for.
+
+    Raises:
+        WrongInput: a shape can't be divided among the devices.
+    """
+    presets = arguments.preset
+    if not presets and not arguments.shapes:
+        presets = ["reference" if platform == "gpu" else "tiny"]
+    of_presets = of_bench.of_presets(presets, arguments.name, devices)
+    shapes = list(dict.fromkeys([*(arguments.shapes or []), *of_presets]))
+    matmul = MATMULS[arguments.name]
+    for shape in shapes:
+        if (matmul.gathers or matmul.forward.part) and shape.m % devices:
+            raise WrongInput(
+                f"{arguments.name} of {shape}: M is {shape.m}; it must be a multiple of the "
+                f"{devices} devices, which share the rows"
+            )
+    return shapes
+
+
+def environment(arguments: argparse.Namespace) -> dict[str, str]:
+    """Returns the environment variables that the options set for the ranks."""
+    variables = {}
+    if arguments.algorithm is not None:
+        variables["JAX_INTRANODE_ALGORITHM"] = arguments.algorithm
+    if arguments.latency_hiding is not None:
+        value = "true" if arguments.latency_hiding == "on" else "false"
+        flag = f"--xla_gpu_enable_latency_hiding_scheduler={value}"
+        variables["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flag}".strip()
+    return variables
+
+
+# The run.
+
 
 def run(arguments: argparse.Namespace) -> int:
     """Measures in the chosen modes, prints the tables and writes the files.
@@ -33,20 +325,20 @@ def run(arguments: argparse.Namespace) -> int:
         The exit code: 0 if all elements were right in all modes, 1 if one was wrong.
     """
     signal.signal(signal.SIGTERM, end_by_exit)
-    settings = options.settings(arguments, *machine.platform_and_devices(arguments))
-    result: dict[str, Any] = {"version": record.VERSION, "header": {}, "rows": []}
+    settings = settings_of(arguments, *machine.platform_and_devices(arguments))
+    result: dict[str, Any] = {"version": report.VERSION, "header": {}, "rows": []}
     peers = source_tree.load("bench_peers.registry", "--peers") if arguments.peers else None
     measurements = settings[0].matmuls() or settings[0].measurements() or [settings[0].name]
     of_peers = peers.count(arguments.peers, settings[0]) if peers is not None else 0
     line = ProgressLine(sys.stderr, len(settings) * len(measurements) + of_peers)
     for of_mode in settings:
-        variables = options.environment(arguments)
+        variables = environment(arguments)
         measured = run_mode(of_mode, variables, arguments.timeout, line)
         result["header"] = {
             **measured["header"],
             "mode": arguments.mode,
             "driver": machine.driver()["version"],
-            "command": record.command_line(sys.argv),
+            "command": report.command_line(sys.argv),
         }
         result["rows"] += measured["rows"]
     result["peers"] = {"versions": [], "rows": []}
@@ -57,7 +349,7 @@ def run(arguments: argparse.Namespace) -> int:
         arguments.json.write_text(json.dumps(result, indent=2) + "\n")
     if arguments.plot is not None:
         source_tree.load("bench_plots.command", "--plot").draw([result], arguments.plot)
-    if options.is_program(arguments.name):
+    if is_program(arguments.name):
         good = all(row["difference"] is not None for row in result["rows"])
         print(f"# results are finite numbers: {'OK' if good else 'FAILED'}", flush=True)
     else:

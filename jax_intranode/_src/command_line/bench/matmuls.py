@@ -15,9 +15,9 @@ from jax.sharding import Mesh
 
 import jax_intranode
 from jax_intranode._src.command_line.bench import oracle, timing
-from jax_intranode._src.command_line.bench.operations import MATMULS, Matmul, flops
+from jax_intranode._src.command_line.bench.operations import MATMULS, Matmul, Shape, flops
 from jax_intranode._src.command_line.bench.oracle import Data
-from jax_intranode._src.command_line.bench.settings import Settings, Shape
+from jax_intranode._src.command_line.bench.settings import Settings
 from jax_intranode._src.command_line.launcher import all_ranks
 from jax_intranode._src.group import rendezvous as rendezvous_lib
 from jax_intranode._src.selection import tuning
@@ -150,11 +150,9 @@ class Call:
     fixed: tuple[Any, ...]
 
     def program(self, mesh: Mesh) -> Any:
-        """Returns the function compiled for all devices."""
         return timing.program(mesh, self.function)
 
     def results(self, mesh: Mesh) -> list[Any]:
-        """Returns the function's results."""
         return self.program(mesh)(self.moving, *self.fixed)
 
 
@@ -195,8 +193,9 @@ def _check(
 ) -> tuple[int, int, float, float]:
     """Returns the wrong elements of our results and of lax's, and the errors of both."""
     got, expected = ours.results(mesh), by_lax.results(mesh)
-    sample = oracle.Sample(mesh, matmul, backward, data)
-    (wrong, error), (lax_wrong, lax_error) = sample.compare(got), sample.compare(expected)
+    (wrong, error), (lax_wrong, lax_error) = (
+        oracle.compare_sample(mesh, matmul, backward, data, results) for results in (got, expected)
+    )
     wrong += oracle.count_unlike(mesh, got, expected, matmul.results(backward))
     if matmul.gathers and not backward:
         wrong += oracle.count_wrong_gathered(mesh, data, matmul)
@@ -261,7 +260,6 @@ def _call_s(settings: Settings, dtype_name: str, shape: Shape) -> float:
 
 
 def calls_in_a_row(settings: Settings, dtype_name: str, shape: Shape) -> int:
-    """Returns the number of calls in a repetition."""
     return CHAINS * chain_length(settings, dtype_name, shape)
 
 

@@ -9,10 +9,10 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from jax_intranode._src.command_line import source_tree
-from jax_intranode._src.command_line.bench import collectives, matmuls, record, report
+from jax_intranode._src.command_line.bench import collectives, matmuls, report
 from jax_intranode._src.command_line.bench.operations import MATMULS, OPERATIONS
 from jax_intranode._src.command_line.bench.settings import Settings
-from jax_intranode._src.command_line.launcher.function_rank import Rank
+from jax_intranode._src.command_line.launcher.all_ranks import Rank
 
 
 def measure(rank: Rank, **fields: Any) -> dict[str, Any]:
@@ -25,8 +25,8 @@ def measure(rank: Rank, **fields: Any) -> dict[str, Any]:
     if any(jnp.dtype(name).itemsize == 8 for name in settings.dtypes):
         jax.config.update("jax_enable_x64", True)
     mesh = rank.mesh()
-    header = record.header(settings)
-    rank.print(record.format_header(header, bool(settings.shapes) and settings.settle_ms > 0))
+    header = report.header(settings)
+    rank.print(report.format_header(header, bool(settings.shapes) and settings.settle_ms > 0))
     printed: set[str] = set()
 
     def once(text: str) -> None:

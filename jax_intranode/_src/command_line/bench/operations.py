@@ -9,7 +9,6 @@ import jax
 from jax import lax
 
 import jax_intranode
-from jax_intranode._src.command_line.bench.settings import Shape
 
 # Collectives.
 
@@ -93,6 +92,17 @@ OPERATIONS = {
 # Collective matmuls.
 
 
+class Shape(NamedTuple):
+    """The shape of the product [m, k] x [k, n] that one device computes."""
+
+    m: int
+    k: int
+    n: int
+
+    def __str__(self) -> str:
+        return f"{self.m} x {self.k} x {self.n}"
+
+
 class Result(NamedTuple):
     """An array that a collective matmul or its backward pass returns.
 
@@ -140,15 +150,12 @@ class Matmul:
         return self.backward[0].part
 
     def x_rows(self, shape: Shape, devices: int) -> int:
-        """Returns the rows of a device's x."""
         return shape.m // devices if self.gathers else shape.m
 
     def result_rows(self, shape: Shape, devices: int) -> int:
-        """Returns the rows of a device's result."""
         return shape.m // devices if self.forward.part else shape.m
 
     def results(self, backward: bool) -> tuple[Result, ...]:
-        """Returns the results of the backward or forward pass."""
         return self.backward if backward else (self.forward,)
 
     def received_bytes(self, shape: Shape, devices: int, itemsize: int) -> float:

@@ -18,8 +18,7 @@ from jax.sharding import Mesh
 
 import jax_intranode
 from jax_intranode._src.command_line.bench import timing
-from jax_intranode._src.command_line.bench.operations import Matmul, Operation, Result
-from jax_intranode._src.command_line.bench.settings import Shape
+from jax_intranode._src.command_line.bench.operations import Matmul, Operation, Result, Shape
 
 # Collectives.
 
@@ -95,10 +94,24 @@ class Collective:
             size: bytes of a rank's operand.
         """
         self.operation, self._n, self._size, self._dtype = operation, n, size, dtype
-        self.expected, self.tolerance = self._result()
+        self.tolerance: np.ndarray | None = None
+        shards = map(self.shard, range(n))
+        if operation.exchanges:
+            parts = [shard.reshape(n, -1) for shard in shards]
+            self.expected = np.stack(parts, axis=1).reshape(-1)
+        elif not operation.sums:
+            self.expected = np.concatenate(list(shards))
+        else:
+            self.expected, magnitude = expected_sum(shards)
+            if not jnp.issubdtype(dtype, jnp.integer):
+                # lax may add in any order and round after each addition.
+                self.tolerance = n * float(jnp.finfo(dtype).eps) * magnitude
+            if operation.is_mean and self.tolerance is not None:
+                # XLA does the division, and may multiply by 1/n instead.
+                self.expected = np.asarray(jax.jit(lambda x: x / n)(self.expected))
+                self.tolerance *= (n + 1) / n**2
 
     def shard(self, rank: int) -> np.ndarray:
-        """Returns a rank's operand."""
         return random_shard(rank, self._size, self._dtype)
 
     def own_shards(self, mesh: Mesh) -> dict[int, np.ndarray]:
@@ -106,24 +119,6 @@ class Collective:
         own = jax.process_index()
         devices = enumerate(mesh.devices.flat)
         return {rank: self.shard(rank) for rank, device in devices if device.process_index == own}
-
-    def _result(self) -> tuple[np.ndarray, np.ndarray | None]:
-        operation, n, dtype = self.operation, self._n, self._dtype
-        shards = (self.shard(rank) for rank in range(n))
-        if operation.exchanges:
-            return np.stack([shard.reshape(n, -1) for shard in shards], axis=1).reshape(-1), None
-        if not operation.sums:
-            return np.concatenate(list(shards)), None
-        total, magnitude = expected_sum(shards)
-        if jnp.issubdtype(dtype, jnp.integer):
-            return total, None
-        # lax may add in any order and round after each addition.
-        tolerance = n * float(jnp.finfo(dtype).eps) * magnitude
-        if operation.is_mean:
-            # XLA does the division, and may multiply by 1/n instead.
-            total = np.asarray(jax.jit(lambda x: x / n)(total))
-            tolerance *= (n + 1) / n**2
-        return total, tolerance
 
     @functools.cached_property
     def exact(self) -> np.ndarray | None:
@@ -211,10 +206,9 @@ def make(matmul: Matmul, shape: Shape, dtype: np.dtype[Any], mesh: Mesh) -> Data
         )
         return Data(x, w, ct, matmul.whole_x(x), matmul.whole_cotangent(ct))
 
-    ranks = jax.make_array_from_callback(
-        (n,), timing.sharding(mesh), lambda index: np.arange(n, dtype=np.int32)[index]
+    return timing.program(mesh, body)(
+        timing.array(mesh, 1, lambda rank: np.full(1, rank, np.int32))
     )
-    return timing.program(mesh, body)(ranks)
 
 
 def products(data: Data, backward: bool) -> list[Factors]:
@@ -224,7 +218,7 @@ def products(data: Data, backward: bool) -> list[Factors]:
     return [(data.whole_x, data.w)]
 
 
-def tolerance(xp: Any, expected: Any, mean_square: Any, result: Result, n: int, dtype: Any) -> Any:
+def tolerance(expected: Any, mean_square: Any, result: Result, n: int, dtype: Any) -> Any:
     """Returns how far each element may be off by rounding.
 
     The summands are as large as the result's root mean square, even where the sum is small. float32
@@ -237,7 +231,7 @@ def tolerance(xp: Any, expected: Any, mean_square: Any, result: Result, n: int, 
     """
     eps = max(float(jnp.finfo(dtype).eps), 2.0**-10)
     roundings = n if result.rounded else 1
-    return roundings * eps * (xp.abs(expected) + 2 * xp.sqrt(mean_square))
+    return roundings * eps * (jnp.abs(expected) + 2 * jnp.sqrt(mean_square))
 
 
 def count_unlike(
@@ -249,7 +243,7 @@ def count_unlike(
         count = jnp.zeros(1, jnp.int32)
         for ours, lax_s, result in zip(got, expected, results, strict=True):
             a, b = ours.astype(jnp.float32), lax_s.astype(jnp.float32)
-            allowed = tolerance(jnp, b, jnp.mean(b * b), result, mesh.size, ours.dtype)
+            allowed = tolerance(b, jnp.mean(b * b), result, mesh.size, ours.dtype)
             count += jnp.sum(~(jnp.abs(a - b) <= allowed), dtype=jnp.int32)  # NaN counts
         return count
 
@@ -269,83 +263,54 @@ def count_wrong_gathered(mesh: Mesh, data: Data, matmul: Matmul) -> int:
     return _sum_of_devices(unlike) + count_unlike(mesh, [product], [expected], [matmul.forward])
 
 
-def _sum_of_devices(counts: jax.Array) -> int:
-    return sum(int(count) for count in _by_rank(counts).values())
+def compare_sample(
+    mesh: Mesh, matmul: Matmul, backward: bool, data: Data, got: Sequence[Any]
+) -> tuple[int, float]:
+    """Compares some elements of each result with float64, on this process's devices.
+
+    Args:
+        backward: whether the results are those of the backward pass.
+
+    Returns:
+        The number of wrong elements in the sample; and the largest error of all results and
+        devices: root mean square, relative to that of the exact elements.
+    """
+    n, results = mesh.size, matmul.results(backward)
+
+    def body(data: Data, got: Sequence[Any]) -> tuple[jax.Array, jax.Array]:
+        wrong, errors = [], []
+        for result, (a, b), one in zip(results, products(data, backward), got, strict=True):
+            rows, columns = _indices(*one.shape)
+            parts = n if result.part else 1
+            of_parts = np.concatenate([rows + part * one.shape[0] for part in range(parts)])
+            exact = a[of_parts].astype(jnp.float64) @ b[:, columns].astype(jnp.float64)
+            if result.summed:
+                exact = lax.psum(exact, "x")
+            if result.part:
+                exact = jnp.stack(jnp.split(exact, n))[lax.axis_index("x")]
+            off = jnp.abs(one[rows][:, columns].astype(jnp.float64) - exact)
+            mean_square = jnp.mean(exact**2)
+            allowed = tolerance(exact, mean_square, result, n, one.dtype)
+            wrong.append(jnp.sum(~(off <= allowed), dtype=jnp.int32))
+            errors.append(jnp.sqrt(jnp.mean(off**2) / mean_square))
+        return jnp.stack(wrong), jnp.stack(errors)
+
+    with jax.enable_x64(True):
+        wrong, errors = timing.program(mesh, body)(data, list(got))
+    return _sum_of_devices(wrong), float(np.max(_of_devices(errors)))  # NaN if one of them is
 
 
-class Sample:
-    """Some elements of each result in float64."""
-
-    def __init__(self, mesh: Mesh, matmul: Matmul, backward: bool, data: Data):
-        """Computes the elements.
-
-        Args:
-            backward: whether the results are those of the backward pass.
-        """
-        self._mesh = mesh
-        self._results = matmul.results(backward)
-        n = mesh.size
-
-        def pick(data: Data) -> list[Factors]:
-            picked = []
-            for result, (a, b) in zip(self._results, products(data, backward), strict=True):
-                rows, columns = _indices(a.shape[0], b.shape[1], result, n)
-                factors = a[rows], b[:, columns]
-                if result.summed:
-                    factors = lax.all_gather(factors, "x")
-                picked.append(jax.tree.map(lambda v: v[None], factors))
-            return picked
-
-        # For each result, the exact elements by rank.
-        self._exact: list[dict[int, np.ndarray]] = []
-        picked = timing.program(mesh, pick)(data)
-        for result, (a, b) in zip(self._results, picked, strict=True):
-            right, exact = _by_rank(b), {}
-            for rank, left in _by_rank(a).items():
-                product = left.astype(np.float64) @ right[rank].astype(np.float64)
-                total = product.sum(0) if result.summed else product
-                exact[rank] = np.split(total, n)[rank] if result.part else total
-            self._exact.append(exact)
-
-    def compare(self, got: Sequence[Any]) -> tuple[int, float]:
-        """Compares results on this process's devices.
-
-        Returns:
-            The number of wrong elements in the sample; and the largest error of all results and
-            devices: root mean square, relative to that of the exact elements.
-        """
-        n = self._mesh.size
-
-        def pick(got: Sequence[Any]) -> list[Any]:
-            picked = []
-            for result, one in zip(self._results, got, strict=True):
-                parts = n if result.part else 1
-                rows, columns = _indices(parts * one.shape[0], one.shape[1], result, n)
-                # All parts have the rows of the first part.
-                picked.append(one[rows[: len(rows) // parts]][:, columns][None])
-            return picked
-
-        wrong, errors = 0, []
-        picked = timing.program(self._mesh, pick)(list(got))
-        for result, sampled, exact in zip(self._results, picked, self._exact, strict=True):
-            for rank, values in _by_rank(sampled).items():
-                off = np.abs(values.astype(np.float64) - exact[rank])
-                mean_square = np.mean(exact[rank] ** 2)
-                allowed = tolerance(np, exact[rank], mean_square, result, n, values.dtype)
-                wrong += int(np.count_nonzero(~(off <= allowed)))
-                errors.append(math.sqrt(np.mean(off**2) / mean_square))
-        return wrong, float(np.max(errors))  # NaN if one of them is
-
-
-def _indices(rows: int, columns: int, result: Result, n: int) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the rows and columns of the sample, the same on all ranks and in each part."""
+def _indices(rows: int, columns: int) -> tuple[np.ndarray, np.ndarray]:
+    """Returns the rows and columns of the sample of a device's result, the same on all ranks."""
     generator = np.random.default_rng((rows, columns))
-    parts = n if result.part else 1
-    rows_of_part = generator.permutation(rows // parts)[:_SAMPLE_ROWS]
-    chosen = np.concatenate([part * (rows // parts) + rows_of_part for part in range(parts)])
-    return chosen, generator.permutation(columns)[:_SAMPLE_COLUMNS]
+    of_sample = generator.permutation(rows)[:_SAMPLE_ROWS]
+    return of_sample, generator.permutation(columns)[:_SAMPLE_COLUMNS]
 
 
-def _by_rank(x: jax.Array) -> dict[int, np.ndarray]:
-    """Returns the shards of an array [n, ...] on this process's devices, by rank."""
-    return {shard.index[0].start or 0: np.asarray(shard.data)[0] for shard in x.addressable_shards}
+def _sum_of_devices(counts: jax.Array) -> int:
+    return int(np.sum(_of_devices(counts)))
+
+
+def _of_devices(x: jax.Array) -> list[np.ndarray]:
+    """Returns the shards of an array on this process's devices."""
+    return [np.asarray(shard.data) for shard in x.addressable_shards]

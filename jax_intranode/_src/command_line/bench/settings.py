@@ -1,23 +1,14 @@
 """The settings of a measurement, which the parent process sends to the ranks."""
 
+import argparse
+from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 import jax.numpy as jnp
 
-from jax_intranode._src.command_line.launcher.functions import Devices
-
-
-class Shape(NamedTuple):
-    """The shape of the product [m, k] x [k, n] that one device computes."""
-
-    m: int
-    k: int
-    n: int
-
-    def __str__(self) -> str:
-        """Returns the shape as text."""
-        return f"{self.m} x {self.k} x {self.n}"
+from jax_intranode._src.command_line.bench.operations import MATMULS, Shape
+from jax_intranode._src.command_line.launcher.runs import Devices
+from jax_intranode._src.command_line.options import WrongInput
 
 
 @dataclass(frozen=True)
@@ -26,7 +17,7 @@ class Settings:
 
     Attributes:
         name: a key of OPERATIONS, MATMULS or PROGRAMS.
-        mode: one of `MODES` (launcher/functions.py).
+        mode: one of `MODES` (launcher/runs.py).
         devices: the number of devices.
         platform: "cpu" or "gpu".
         dtypes: names of the dtypes. All of them are measured at each size.
@@ -80,3 +71,97 @@ class Settings:
     def matmuls(self) -> list[tuple[str, Shape]]:
         """Returns the dtypes and shapes of collective matmuls to measure."""
         return [(name, Shape(*shape)) for shape in self.shapes for name in self.dtypes]
+
+
+# Shapes of collective matmuls.
+
+# Of a transformer's layer: the widths of activations and of keys (or values), and inside the MLP.
+_MODELS = {
+    "llama-8b": (4096, 1024, 14336),
+    "llama-70b": (8192, 1024, 28672),
+    "llama-405b": (16384, 1024, 53248),
+}
+_SEQUENCE = 8192
+_SWEEP = (512, 2048, 8192, 32768)
+
+# The same for any number of devices: N or K is that of one device.
+_REFERENCE_SUMS = [
+    Shape(32768, 2048, 8192),
+    Shape(8192, 3584, 8192),
+    Shape(8192, 1024, 8192),
+    Shape(4096, 1024, 28672),
+]
+_REFERENCE = {
+    "all_gather_matmul": [
+        Shape(32768, 16384, 8192),
+        Shape(32768, 16384, 1024),
+        Shape(8192, 8192, 8192),
+        Shape(8192, 8192, 7168),
+        Shape(8192, 8192, 1024),
+        Shape(8192, 4096, 1792),
+        Shape(4096, 8192, 3584),
+    ],
+    "matmul_reduce_scatter": _REFERENCE_SUMS,
+    "matmul_all_reduce": _REFERENCE_SUMS,
+}
+
+PRESETS = ("reference", *_MODELS, "ddlb", "sweep", "tiny")
+
+
+def parse_shapes(text: str) -> list[Shape]:
+    """Returns the shapes that a text such as "8192,4096,1792;4096,8192,3584" means."""
+    shapes = []
+    for part in text.split(";"):
+        numbers = [number.strip() for number in part.split(",")]
+        if len(numbers) != 3 or not all(n.isdecimal() and int(n) > 0 for n in numbers):
+            raise argparse.ArgumentTypeError(
+                f"{part!r} is not M,K,N: three positive integers; separate shapes by semicolons"
+            )
+        shapes.append(Shape(*map(int, numbers)))
+    return list(dict.fromkeys(shapes))
+
+
+def of_presets(names: Iterable[str], operation: str, devices: int) -> list[Shape]:
+    """Returns the shapes of presets, each once.
+
+    Raises:
+        WrongInput: a layer can't be divided evenly among the devices.
+    """
+    gathers = MATMULS[operation].gathers
+    shapes: list[Shape] = []
+
+    def add(name: str, m: int, k: int, n: int) -> None:
+        """Adds a matmul: a device has columns of w after an all-gather, otherwise rows."""
+        whole = n if gathers else k
+        part, rest = divmod(whole, devices)
+        if rest:
+            raise WrongInput(
+                f"preset {name}: {devices} devices can't share {whole} columns evenly; choose "
+                "--devices from 1, 2, 4 and 8, or give --shapes"
+            )
+        shapes.append(Shape(m, k, part) if gathers else Shape(m, part, n))
+
+    for name in names:
+        if name == "reference":
+            shapes += _REFERENCE[operation]
+        elif name == "tiny":
+            shapes += [Shape(16 * devices, 32, 48), Shape(64 * devices, 64, 32)]
+        elif name == "ddlb":
+            add(name, 32768, 16384, 8192 * (devices if gathers else 1))
+        else:
+            for m in _SWEEP if name == "sweep" else (_SEQUENCE,):
+                for model in _MODELS.values() if name == "sweep" else (_MODELS[name],):
+                    for k, n in _layer(*model, gathers):
+                        add(name, m, k, n)
+    return list(dict.fromkeys(shapes))
+
+
+def _layer(width: int, keys: int, inner: int, gathers: bool) -> list[tuple[int, int]]:
+    """Returns K and N of a layer's matmuls before they are divided among devices.
+
+    With an all-gather: query, key and value together, gate and up together. Otherwise: the
+    attention's output, and down.
+    """
+    if gathers:
+        return [(width, width + 2 * keys), (width, 2 * inner)]
+    return [(width, width), (inner, width)]

@@ -32,7 +32,6 @@ class Times:
 
 
 def statistics(us: Sequence[float] | np.ndarray) -> Times:
-    """Returns the statistics of times in microseconds."""
     p50, p99 = np.percentile(us, (50, 99))
     return Times(float(p50), float(p99))
 
@@ -45,9 +44,14 @@ def slowest_rank(name: str, times: Times) -> Times:
     )
 
 
-def sharding(mesh: Mesh) -> NamedSharding:
-    """Returns the sharding of an array whose first dimension is divided among all devices."""
-    return NamedSharding(mesh, PartitionSpec("x"))
+def array(mesh: Mesh, count: int, shard: Callable[[int], np.ndarray]) -> jax.Array:
+    """Returns an array with `count` elements on each device: those that `shard` makes of a rank."""
+
+    def of_device(index: Any) -> np.ndarray:
+        return shard((index[0].start or 0) // count)
+
+    sharding = NamedSharding(mesh, PartitionSpec("x"))
+    return jax.make_array_from_callback((mesh.size * count,), sharding, of_device)
 
 
 def program(mesh: Mesh, body: Callable[..., Any], donated: int | None = None) -> Any:
@@ -116,9 +120,7 @@ def take_turns(
         in all of them, 0 if it only replayed CUDA graphs.
     """
     align = program(mesh, lambda x: jax.lax.psum(x, "x"))
-    one = jax.make_array_from_callback(
-        (mesh.size,), sharding(mesh), lambda index: np.ones(1, np.float32)
-    )
+    one = array(mesh, 1, lambda rank: np.ones(1, np.float32))
     for run in runs:
         jax.block_until_ready(run())  # Compiles it, also without warm-up.
     seconds: list[list[float]] = [[] for _ in runs]

@@ -37,6 +37,9 @@ START_RANK = (
     str(Path(__file__).with_name("start_rank.py")),
 )
 
+# How long a rank may take to print its stacks after SIGABRT.
+ABORT_S = 1.0
+
 # How long a rank may take to end after SIGKILL.
 _KILLED_S = 60.0
 
@@ -125,7 +128,6 @@ class Job:
 
     @property
     def running(self) -> list[int]:
-        """The ranks that run."""
         return [rank for rank, code in enumerate(self.exit_codes) if code is None]
 
     def watch(self, pipe: IO[bytes], ready: Callable[[], bool]) -> None:

@@ -100,7 +100,6 @@ class RankOutput:
         self._log: IO[bytes] | None = None if log is None else open_log(log)
 
     def write(self, data: bytes) -> None:
-        """Writes to the file."""
         if self._log is not None:
             try:
                 self._log.write(data)
@@ -109,7 +108,6 @@ class RankOutput:
                 self.close()
 
     def close(self) -> None:
-        """Closes the file."""
         if self._log is not None:
             self._log.close()
             self._log = None

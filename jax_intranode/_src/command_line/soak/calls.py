@@ -55,15 +55,12 @@ class Seeded:
     """Chooses by a seed."""
 
     def __init__(self, *seed: int) -> None:
-        """Begins with a seed of one or more numbers."""
         self._generator = np.random.default_rng(seed)
 
     def integer(self, low: int, high: int) -> int:
-        """An integer from `low` to `high`, both included."""
         return int(self._generator.integers(low, high, endpoint=True))
 
     def one_of(self, values: Sequence[Any]) -> Any:
-        """One of the values."""
         return values[self.integer(0, len(values) - 1)]
 
 
@@ -99,7 +96,6 @@ class Call:
     small: bool = False
 
     def __str__(self) -> str:
-        """Returns the call as text."""
         kind = f"{self.dtype}{list(self.shape)}"
         more = f"{self.dimension}, {self.concat}, tiled={self.tiled}, leaves={self.leaves}"
         return f"{self.way} {self.operation}({kind}, {self.axes}, {more})"
@@ -363,7 +359,6 @@ def _scanned(after: Callable[[Any], Any], carry: Any, _: None) -> tuple[Any, Non
 def expected_of_chain(
     calls: Sequence[Call], mesh: Mesh, carries: np.ndarray, turn: int = 0
 ) -> np.ndarray:
-    """What `chain` must return."""
     history = []
     for k, call in enumerate(calls):
         carries = carries.copy()

@@ -10,15 +10,16 @@ import time
 from typing import Any
 
 from jax_intranode._src.command_line import machine, source_tree
-from jax_intranode._src.command_line.launcher.files import RankError
-from jax_intranode._src.command_line.launcher.functions import (
+from jax_intranode._src.command_line.launcher.runs import (
     MODES,
     PROCESS_PER_DEVICE,
     Devices,
+    ProgressLine,
+    RankError,
     end_by_exit,
+    minutes,
     run_function,
 )
-from jax_intranode._src.command_line.launcher.progress import ProgressLine, minutes
 from jax_intranode._src.command_line.options import (
     WrongInput,
     add_mode,
@@ -50,7 +51,6 @@ _SLACK_S = 600
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the command's arguments."""
     add = parser.add_argument
     add("--minutes", type=positive_number(), default=1, help="how long to run, in all (default 1)")
     add("--seed", type=int, help="makes the same programs again (default: a random one)")
@@ -115,8 +115,6 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 class _Run(ProgressLine):
-    """The run of one mode, and its progress."""
-
     def __init__(self, job: Devices, seed: int, seconds: float, program: int | None) -> None:
         super().__init__(sys.stderr, 0)
         self._job, self._seed, self._seconds, self._program = job, seed, seconds, program
@@ -171,7 +169,6 @@ class _Run(ProgressLine):
         )
 
     def text(self) -> str:
-        """Returns the line of progress."""
         left = minutes(max(0, self._seconds - (time.monotonic() - self.started)))
         return f"{self._job.mode}, {left} left: {_text(self._counts)}"
 

@@ -16,7 +16,7 @@ from jax.sharding import AxisType, Mesh
 
 import jax_intranode
 from jax_intranode._src.command_line.launcher import all_ranks
-from jax_intranode._src.command_line.launcher.function_rank import Rank
+from jax_intranode._src.command_line.launcher.all_ranks import Rank
 from jax_intranode._src.command_line.soak import calls
 from jax_intranode._src.command_line.soak.calls import Call, Seeded
 from jax_intranode._src.selection import config
@@ -61,7 +61,6 @@ class Program:
     delays: bool
 
     def __str__(self) -> str:
-        """Returns the program as text."""
         facts = [
             f"mesh {self.shape} of devices {list(self.order)}",
             "jax.lax under accelerate()" if self.unedited else "functions of jax_intranode",
@@ -71,7 +70,6 @@ class Program:
         return f"program {self.number}: {'; '.join(map(str, self.calls))}; {', '.join(facts)}"
 
     def mesh(self) -> Mesh:
-        """The mesh."""
         devices = np.array(jax.devices())[list(self.order)].reshape(self.shape)
         axes = ("x", "y", "z")[: len(self.shape)]
         return Mesh(devices, axes, axis_types=(AxisType.Auto,) * len(axes))

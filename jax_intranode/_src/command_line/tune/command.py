@@ -10,10 +10,14 @@ from pathlib import Path
 from typing import Any
 
 from jax_intranode._src.command_line import machine, source_tree
-from jax_intranode._src.command_line.bench import record
+from jax_intranode._src.command_line.bench import report
 from jax_intranode._src.command_line.bench.settings import Settings
-from jax_intranode._src.command_line.launcher.functions import MODES, end_by_exit, run_function
-from jax_intranode._src.command_line.launcher.progress import ProgressLine
+from jax_intranode._src.command_line.launcher.runs import (
+    MODES,
+    ProgressLine,
+    end_by_exit,
+    run_function,
+)
 from jax_intranode._src.command_line.options import (
     WrongInput,
     add_mode,
@@ -50,7 +54,6 @@ _SLACK_S = 300
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the command's arguments."""
     add = parser.add_argument
     default = "jax_intranode_tuning.json"
     text = f"the file (default {default})"
@@ -83,7 +86,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def worlds(devices: int) -> list[int]:
-    """Returns the world sizes to measure on a node, the most important one first."""
+    """The world sizes to measure on a node, the most important one first."""
     most = min(devices, definitions.MAX_WORLD_SIZE)
     return sorted({most, *(n for n in (2, 4, 8) if n <= most)}, reverse=True)
 
@@ -106,7 +109,6 @@ def jobs(platform: str, devices: int, modes: list[str]) -> list[Settings]:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Measures and writes the file."""
     signal.signal(signal.SIGTERM, end_by_exit)
     platform, devices = machine.platform_and_devices(arguments, fewest=2)
     load, cores = machine.load()
@@ -131,7 +133,7 @@ def run(arguments: argparse.Namespace) -> int:
         allowed = max(0.0, left) / (len(todo) - number)
         what = {"seconds": allowed, "operations": arguments.operations}
         of_job = run_function(
-            "jax_intranode._src.command_line.tune.measure:measure",
+            "jax_intranode._src.command_line.tune.sweep:measure",
             {**what, **dataclasses.asdict(settings)},
             settings.job,
             # What is in force must not decide what is measured.
@@ -160,10 +162,10 @@ def run(arguments: argparse.Namespace) -> int:
             "platform": platform,
             "device": found["device"],
             "devices": devices,
-            "versions": {**record.library_versions(), "driver": machine.driver()["version"]},
+            "versions": {**report.library_versions(), "driver": machine.driver()["version"]},
             "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
             "seconds": round(time.monotonic() - started, 1),
-            "command": record.command_line(sys.argv),
+            "command": report.command_line(sys.argv),
             "tables": found["tables"],
             "profile": None if isinstance(profile, str) else dataclasses.asdict(profile),
             "left_out": found["left_out"],

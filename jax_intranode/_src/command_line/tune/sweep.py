@@ -8,6 +8,7 @@ row.
 
 import dataclasses
 import itertools
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,11 +17,16 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from jax_intranode._src.command_line.bench import collectives, graph, oracle, timing
+import jax_intranode
+from jax_intranode._src.command_line.bench import collectives, oracle, timing
 from jax_intranode._src.command_line.bench.operations import OPERATIONS, Operation
 from jax_intranode._src.command_line.bench.settings import Settings
 from jax_intranode._src.command_line.launcher import all_ranks
-from jax_intranode._src.command_line.launcher.functions import SINGLE_PROCESS
+from jax_intranode._src.command_line.launcher.all_ranks import Rank
+from jax_intranode._src.command_line.launcher.runs import SINGLE_PROCESS
+from jax_intranode._src.group import communicator
+from jax_intranode._src.group import partition as partition_lib
+from jax_intranode._src.group import rendezvous as rendezvous_lib
 from jax_intranode._src.native import definitions
 from jax_intranode._src.ops.norm_rules import PRIMITIVES, NormParams
 from jax_intranode._src.selection import select, table, tuning
@@ -67,8 +73,18 @@ class Measured:
 
     @property
     def wins(self) -> bool:
-        """Whether ours is not slower."""
         return self.us <= self.lax_us
+
+    def __str__(self) -> str:
+        row: Any = self.best
+        launch = "" if row.threads == 1 else f" ({row.blocks} x {row.threads})"
+        if row.segment_bytes:
+            launch += f" by {row.segment_bytes >> 20} MiB"
+        ratio = self.lax_us / self.us if self.us else float("inf")
+        return (
+            f"{self.nbytes:>10} bytes  {row.algorithm + launch:<26} {self.us:9.2f} us  "
+            f"lax {self.lax_us:9.2f} us  {ratio:6.2f}"
+        )
 
 
 def rows_of(
@@ -161,17 +177,12 @@ class Sweep:
         epoch_buffer_bytes: int,
         operation: str,
         packets: str,
-        out_of_time: Callable[[str], bool],
+        end: float,
     ) -> None:
-        """Keeps what to measure.
-
-        Args:
-            out_of_time: asks, by a unique name, whether all ranks should stop.
-        """
+        """Keeps what to measure, and until when, on the clock `time.monotonic`."""
         self.operation, self.packets = operation, packets
         self._settings, self._mesh = settings, mesh
-        self._epoch_buffer_bytes = epoch_buffer_bytes
-        self._out_of_time = out_of_time
+        self._epoch_buffer_bytes, self._end = epoch_buffer_bytes, end
         self._dtype = np.dtype(jax.numpy.dtype(DTYPES[settings.platform][packets]))
         self._attempts = 0
         self._is_norm = operation in NORMS
@@ -256,13 +267,17 @@ class Sweep:
 
     def _launch(self, row: table.Row) -> tuple[int, int] | None:
         """The number of segments and of blocks; None if the epoch buffers are too small."""
-        n, bytes_of_buffer = self._settings.devices, self._epoch_buffer_bytes
-        return select.launch(row, self._dtype.name, row.nbytes, n, bytes_of_buffer)
+        n, buffer_bytes = self._settings.devices, self._epoch_buffer_bytes
+        return select.launch(row, self._dtype.name, row.nbytes, n, buffer_bytes)
+
+    def _is_over(self, name: str) -> bool:
+        """Whether the time of any rank is over; all ranks get the same answer."""
+        return all_ranks.largest(f"tune/over/{name}", time.monotonic() > self._end) > 0
 
     def _measure(self, nbytes: int, before: table.Row | None) -> Measured:
         self._attempts += 1
         label = f"{self.operation}/{self.packets}/{nbytes}/{self._attempts}"
-        if self._out_of_time(label):
+        if self._is_over(label):
             raise OutOfTime
         candidates = self._candidates(nbytes)
         if self._settings.platform == "gpu" and not self._is_norm:
@@ -280,7 +295,6 @@ class Sweep:
         return Measured(nbytes, best, us, lax_us)
 
     def _operand_count(self, nbytes: int) -> int:
-        """Elements of a rank's operand."""
         n = self._settings.devices
         return self._operation.operand_count(self._size(nbytes) // self._dtype.itemsize, n)
 
@@ -301,7 +315,9 @@ class Sweep:
         segments, blocks = launched
         selected = [select.Selection(row.algorithm, "", blocks, row.threads, segments=segments)]
         label = f"{label}/{row.algorithm}/{row.threads}/{row.blocks}/{segments}"
-        times, wrong = graph.measure(self._settings, right, self._mesh, selected, shards, label)
+        times, wrong = collectives.measure_in_graph(
+            self._settings, right, self._mesh, selected, shards, label
+        )
         if wrong:
             raise RuntimeError(
                 f"{self.operation} of {row.nbytes} bytes of {self._dtype.name} by {row.algorithm} "
@@ -325,19 +341,16 @@ class Sweep:
         counts = [self._operand_count(row.nbytes)]
         if self._is_norm:  # the residual has as many elements as the result
             counts.append(row.nbytes // self._dtype.itemsize)
-        data = [self._ones(count) for count in counts]
-        size = self._size(row.nbytes)
+
+        def ones(count: int) -> jax.Array:
+            return timing.array(self._mesh, count, lambda rank: np.ones(count, self._dtype))
+
+        data, size = [*map(ones, counts)], self._size(row.nbytes)
         with tuning.using(self._trial(row)):
             times, _ = collectives.times_from_jax(
                 self._settings, self._operation, self._mesh, data, size, label
             )
         return times["ours"].p50, times["lax"].p50
-
-    def _ones(self, count: int) -> jax.Array:
-        """An array with so many elements on each device."""
-        shape = (self._settings.devices * count,)
-        shard = np.ones(count, self._dtype)
-        return jax.make_array_from_callback(shape, timing.sharding(self._mesh), lambda index: shard)
 
     def _trial(self, row: table.Row) -> tuning.Tuning:
         """A tuning under which all sizes use this launch."""
@@ -356,19 +369,65 @@ class Sweep:
         )
 
 
-def ask_all_ranks(over: bool, name: str) -> bool:
-    """Whether any rank says so; all ranks get the same answer."""
-    return all_ranks.largest(f"tune/over/{name}", float(over)) > 0
+# What each rank runs: the operations of one mode and one world size.
 
 
-def describe(of_size: Measured) -> str:
-    """Returns a measurement as text."""
-    row: Any = of_size.best
-    launch = "" if row.threads == 1 else f" ({row.blocks} x {row.threads})"
-    if row.segment_bytes:
-        launch += f" by {row.segment_bytes >> 20} MiB"
-    ratio = of_size.lax_us / of_size.us if of_size.us else float("inf")
-    return (
-        f"{of_size.nbytes:>10} bytes  {row.algorithm + launch:<26} {of_size.us:9.2f} us  "
-        f"lax {of_size.lax_us:9.2f} us  {ratio:6.2f}"
+def measure(rank: Rank, seconds: float, operations: list[str], **fields: Any) -> dict[str, Any]:
+    """Measures. Rank 0 prints the measurements.
+
+    Args:
+        seconds: how long all measurements may take.
+    """
+    settings, end = Settings(**fields), time.monotonic() + seconds
+    mesh = rank.mesh()
+    jax_intranode.initialize(mesh)
+    rendezvous = rendezvous_lib.rendezvous_of(mesh.devices.flat)
+    reason = rendezvous.reason or communicator.communicator(
+        rendezvous, partition_lib.partition(mesh, ("x",))
     )
+    if reason is not None:
+        raise RuntimeError(f"these devices can't be measured: {reason}")
+
+    mode = "single" if settings.mode == SINGLE_PROCESS else "multi"
+    device = mesh.devices.flat[0].device_kind
+    tables: list[Any] = []
+    measurements: list[Any] = []
+    left_out: list[str] = []
+    for packets in ("bare", "flagged"):
+        for operation in operations:
+            dtype = DTYPES[settings.platform][packets]
+            if operation in NORMS and packets == "flagged":
+                continue  # norms take floating-point types only
+            what = f"{operation} of {dtype}, {settings.devices} x {device}, {settings.mode}"
+            if left_out:  # the time is over
+                left_out.append(what)
+                continue
+            rank.print(f"# {what} ({packets} packets)")
+
+            def begin(nbytes: int, what: str = what) -> None:
+                rank.begin(f"{what}, {nbytes} bytes")
+
+            measured = []
+            of_one = Sweep(settings, mesh, rendezvous.epoch_buffer_bytes, operation, packets, end)
+            try:
+                for of_size in of_one.run(begin):
+                    measured.append(of_size)
+                    rank.print(of_size)
+                rows = rows_of(measured)
+                rank.print(f"# faster than lax up to {rows[-1].nbytes if rows else 0} bytes")
+            except OutOfTime:
+                rank.print("# the time is over: for what follows the shipped rows stay")
+                if not rows_of(measured):
+                    left_out.append(what)
+                    continue
+                upto = max(of_size.nbytes for of_size in measured)
+                left_out.append(f"{what}, more than {upto} bytes")
+                hardware = table.hardware_of(settings.platform, device)
+                shipped = table.rows(hardware, mode, operation, packets, settings.devices)
+                rows = rows_of(measured, shipped)
+            tables.append(tuning.table_fields(mode, operation, packets, settings.devices, rows))
+            sizes = [dataclasses.asdict(of_size) for of_size in measured]
+            facts = {"mode": mode, "operation": operation, "dtype": dtype}
+            measurements.append({**facts, "ranks": settings.devices, "sizes": sizes})
+    found = {"tables": tables, "measurements": measurements, "left_out": left_out}
+    return {"device": device, **found}

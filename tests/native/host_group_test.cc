@@ -31,6 +31,7 @@
 #include <thread>
 #include <vector>
 
+#include "tests/native/kernel_of.h"
 #include "tests/native/test_monitor.h"
 #include "xla_ffi/ffi/site_numbers.h"
 #include "xla_ffi/health/call_sites.h"
@@ -39,10 +40,6 @@ namespace jin = jax_intranode;
 
 namespace {
 
-// The algorithms that run on the CPU.
-constexpr jin::Algorithm kCollectives[] = {jin::Algorithm::kOneShot, jin::Algorithm::kTwoShot,
-                                           jin::Algorithm::kReduceScatter,
-                                           jin::Algorithm::kAllGather, jin::Algorithm::kAllToAll};
 constexpr int kSites = 12;
 constexpr int kThreads = 2;
 constexpr size_t kMaxBytes = 3000;
@@ -136,7 +133,7 @@ struct Plan {
     std::mt19937 random(round * 1000 + site);
     for (int k = 0; k < 8; ++k) random();
     const auto type = static_cast<jin::ElementType>(random() % 7);
-    jin::Algorithm algorithm = kCollectives[random() % std::size(kCollectives)];
+    jin::Algorithm algorithm = jin::kCollectives[random() % std::size(jin::kCollectives)];
     if (on_mesh) algorithm = jin::Algorithm::kHybridCubeMesh;
     // Small ones and large ones: a large one is still on its way when a small one begins.
     const size_t bytes = random() % 2 == 0 ? 1 + random() % 60 : 1 + random() % kMaxBytes;
@@ -363,9 +360,9 @@ void Guards(int ranks) {
   const auto groups = regions.Groups(1, kNever);
   jin::HostGroup& group = *groups.front();
   int calls = 0;
-  constexpr int kAlgorithms = std::size(kCollectives);
+  constexpr int kAlgorithms = std::size(jin::kCollectives);
   for (int number = 0; number < 7 * kAlgorithms; ++number) {
-    jin::HostGroup::Operation operation{kCollectives[number % kAlgorithms],
+    jin::HostGroup::Operation operation{jin::kCollectives[number % kAlgorithms],
                                         static_cast<jin::ElementType>(number / kAlgorithms)};
     const size_t item = jin::ItemBytes(operation.type);
     for (size_t items = 1; items * item <= 70; ++items) {

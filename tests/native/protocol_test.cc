@@ -34,6 +34,7 @@
 
 #include "tests/native/kernel_of.h"
 #include "tests/native/protocol_thread.h"
+#include "tests/native/regions.h"
 #include "xla_ffi/ffi/members.h"
 #include "xla_ffi/kernels/norm_protocol.h"
 #include "xla_ffi/kernels/same_operation.h"
@@ -48,8 +49,6 @@ using namespace protocol_test;
 constexpr int kMaxBlocksHere = 3;
 constexpr size_t kMaxBytes = 1500;
 constexpr size_t kEpochBufferBytes = 64 << 10;
-constexpr size_t kGuardBytes = 32;
-constexpr char kGuard = 0x5A;
 
 // Algorithms whose rows are normalized.
 constexpr jin::Algorithm kNorms[] = {jin::Algorithm::kOneShotRmsNorm,
@@ -227,34 +226,11 @@ uint32_t Sum(int ranks, int call, size_t i, bool floating) {
   return integer;
 }
 
-// A rank's result of a call, between guard bytes.
-class Result {
- public:
-  Result(size_t bytes, size_t shift)
-      : bytes_(bytes), memory_(bytes + 2 * kGuardBytes + 32, kGuard) {
-    const auto begin = reinterpret_cast<uintptr_t>(memory_.data()) + kGuardBytes;
-    offset_ = kGuardBytes + (16 - begin % 16) % 16 + shift;
-  }
-  char* data() { return memory_.data() + offset_; }
-  size_t words() const { return bytes_ / 4; }
-  uint32_t Word(size_t i) const {
-    uint32_t word;
-    memcpy(&word, memory_.data() + offset_ + 4 * i, 4);
-    return word;
-  }
-  // The number of guard bytes that were overwritten.
-  long Hit() const {
-    long hit = 0;
-    for (size_t i = 0; i < memory_.size(); ++i) {
-      hit += (i < offset_ || i >= offset_ + bytes_) && memory_[i] != kGuard;
-    }
-    return hit;
-  }
-
- private:
-  size_t bytes_, offset_;
-  std::vector<char> memory_;
-};
+uint32_t WordAt(const char* words, size_t i) {
+  uint32_t word;
+  memcpy(&word, words + 4 * i, 4);
+  return word;
+}
 
 // Word i of a rank's output.
 uint32_t Expected(const Plan& plan, int ranks, int rank, int call, size_t i) {
@@ -309,7 +285,7 @@ class Sparse {
 
 // Two ranks run the last segment of a message. Returns the number of wrong words.
 template <class Body, class Call>
-long LastSegment(jin::Algorithm algorithm, size_t bytes, const std::vector<char*>& regions) {
+long LastSegment(jin::Algorithm algorithm, size_t bytes, const jin::Regions& regions) {
   constexpr int kRanks = 2;
   constexpr uint32_t kSegments = 1 << 20;
   const Plan plan{algorithm, true, bytes, 1, 1, 0, kSegments};
@@ -337,10 +313,8 @@ long LastSegment(jin::Algorithm algorithm, size_t bytes, const std::vector<char*
       threads.emplace_back([&, r, t] {
         Jitter jitter(r * 10 + t);
         TestGroup group;
-        for (int q = 0; q < kRanks; ++q) group.region[q] = regions[q];
-        group.epoch_buffer_bytes = kEpochBufferBytes;
+        regions.GiveTo(&group);
         group.rank = r;
-        group.size = kRanks;
         HostThread thread{t, 0, 1, barriers[r].get(), &jitter, nullptr};
         const jin::InSegments<Call> call{{in[r]->data(), out[r]->data(), bytes}, packs, kSegments};
         const uint32_t epoch = jin::Begin(thread, group);
@@ -356,8 +330,7 @@ long LastSegment(jin::Algorithm algorithm, size_t bytes, const std::vector<char*
   for (int r = 0; r < kRanks; ++r) {
     for (size_t s = 0; s < out_shards; ++s) {
       for (size_t i = first_word; i < words; ++i) {
-        uint32_t word;
-        memcpy(&word, out[r]->data() + s * bytes + 4 * i, 4);
+        const uint32_t word = WordAt(out[r]->data() + s * bytes, i);
         wrong += word != Expected(plan, kRanks, r, 0, s * words + i);
       }
     }
@@ -366,14 +339,7 @@ long LastSegment(jin::Algorithm algorithm, size_t bytes, const std::vector<char*
 }
 
 int Offsets() {
-  std::vector<std::vector<char>> memory(2);
-  std::vector<char*> regions;
-  for (auto& m : memory) {
-    m.resize(jin::kHeaderBytes + 2 * kEpochBufferBytes + 64);
-    regions.push_back(
-        reinterpret_cast<char*>((reinterpret_cast<uintptr_t>(m.data()) + 63) & ~uintptr_t{63}));
-    memset(regions.back() + jin::kHeaderBytes, 0xFF, 2 * kEpochBufferBytes);
-  }
+  const jin::Regions regions(2, kEpochBufferBytes);
   // Not a multiple of a pack; and one of everything, for the buffers that need it.
   constexpr size_t kAny = (size_t{6} << 30) + 20, kWhole = size_t{6} << 30;
   using enum jin::Algorithm;
@@ -402,19 +368,6 @@ int main(int argc, char** argv) {
 
   never_armed = variant == "never_armed";
   first_word_only = variant == "first_word_only";
-
-  const size_t region_bytes = jin::kHeaderBytes + 2 * kEpochBufferBytes;
-  std::vector<std::unique_ptr<char[]>> memory;
-  std::vector<char*> regions;
-  for (int r = 0; r < ranks; ++r) {
-    memory.emplace_back(new char[region_bytes + 64]);
-    regions.push_back(reinterpret_cast<char*>((reinterpret_cast<uintptr_t>(memory[r].get()) + 63) &
-                                              ~uintptr_t{63}));
-    memset(regions[r], 0, jin::kHeaderBytes);
-    auto* header = reinterpret_cast<jin::RegionHeader*>(regions[r]);
-    header->operations = 0u - calls / 2;
-    memset(regions[r] + jin::kHeaderBytes, 0xFF, 2 * kEpochBufferBytes);
-  }
 
   std::mt19937 random(20);
   std::vector<Plan> plans;
@@ -446,17 +399,15 @@ int main(int argc, char** argv) {
     epochs += jin::Epochs(jin::PhasesOf(plans.back().algorithm), plans.back().segments);
   }
   const uint32_t first_epoch = 0u - epochs / 2;
-  for (char* region : regions) {
-    auto* header = reinterpret_cast<jin::RegionHeader*>(region);
-    for (uint32_t& epoch : header->epoch) epoch = first_epoch;
-  }
+  const jin::Regions regions(ranks, kEpochBufferBytes, first_epoch);
+  for (int r = 0; r < ranks; ++r) regions.Header(r)->operations = 0u - calls / 2;
 
   std::atomic<long> wrong{0};
   std::vector<std::thread> threads;
   std::vector<std::vector<float>> totals(ranks * kMaxBlocksHere,
                                          std::vector<float>(jin::kMaxHidden / 4));
   std::vector<std::vector<std::vector<uint32_t>>> inputs(ranks);
-  std::vector<std::vector<Result>> outputs(ranks);
+  std::vector<std::vector<jin::Guarded>> outputs(ranks);
   std::vector<std::unique_ptr<std::barrier<>>> block_barriers, rank_barriers, check_barriers;
   for (int r = 0; r < ranks; ++r) {
     rank_barriers.push_back(std::make_unique<std::barrier<>>(kMaxBlocksHere * kThreads + ranks));
@@ -477,10 +428,8 @@ int main(int argc, char** argv) {
   if (mesh && !jin::IsCubeMesh(links)) return 2;
   const auto group_of = [&](int rank) {
     TestGroup group;
-    for (int q = 0; q < ranks; ++q) group.region[q] = regions[q];
-    group.epoch_buffer_bytes = kEpochBufferBytes;
+    regions.GiveTo(&group);
     group.rank = rank;
-    group.size = ranks;
     group.one_epoch_buffer = variant == "one_epoch_buffer";
     group.short_segment = variant == "short_segment";
     group.one_operation_word = variant == "one_operation_word";
@@ -552,22 +501,17 @@ int main(int argc, char** argv) {
 
   for (int r = 0; r < ranks; ++r) {
     for (int k = 0; k < calls; ++k) {
-      for (size_t i = 0; i < outputs[r][k].words(); ++i) {
-        wrong += outputs[r][k].Word(i) != Expected(plans[k], ranks, r, k, i);
+      for (size_t i = 0; i < outputs[r][k].size() / 4; ++i) {
+        wrong += WordAt(outputs[r][k].data(), i) != Expected(plans[k], ranks, r, k, i);
       }
       wrong += outputs[r][k].Hit();
     }
-    const auto* header = reinterpret_cast<const jin::RegionHeader*>(regions[r]);
+    const auto* header = regions.Header(r);
     for (uint32_t epoch : header->epoch) wrong += epoch != first_epoch + epochs;
     wrong += header->operations != static_cast<uint32_t>(calls - calls / 2);
   }
   wrong += others_met;
-  long full = 0;
-  for (int r = 0; r < ranks; ++r) {
-    const char* epoch_buffers = regions[r] + jin::kHeaderBytes;
-    for (size_t i = 0; i < 2 * kEpochBufferBytes; ++i)
-      full += epoch_buffers[i] != static_cast<char>(0xFF);
-  }
+  const long full = static_cast<long>(regions.BytesLeft());
   printf("%s: ranks %d calls %d wrong %ld bytes left %ld busy %d\n", variant.c_str(), ranks, calls,
          wrong.load(), full, was_busy.load());
   return wrong != 0 || full != 0 || was_busy;

@@ -5,9 +5,12 @@ It imports nothing that a broken installation may lack.
 
 import argparse
 import importlib.util
+import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NoReturn
+
+from jax_intranode._src.selection import config
 
 PROGRAM = "python -m jax_intranode"
 
@@ -107,3 +110,21 @@ def add_mode(parser: argparse.ArgumentParser) -> None:
 def add_json(parser: argparse.ArgumentParser) -> None:
     """Declares --json of the commands that print a report."""
     parser.add_argument("--json", action="store_true", help="print JSON, for programs")
+
+
+# As set by this package's launcher, Open MPI, MPICH and Intel MPI, Slurm, and torchrun.
+_RANK_VARIABLES = (
+    config.RANK,
+    "OMPI_COMM_WORLD_LOCAL_RANK",
+    "MPI_LOCALRANKID",
+    "SLURM_LOCALID",
+    "LOCAL_RANK",
+)
+
+
+def rank_on_this_node() -> int:
+    """The number of this process among those that a launcher has started here; else 0."""
+    for name in _RANK_VARIABLES:
+        if os.environ.get(name, "").isdecimal():
+            return int(os.environ[name])
+    return 0

@@ -3,7 +3,6 @@
 A chain of (operation, multiply) is timed, less the same chain without the operation.
 """
 
-import math
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -61,9 +60,8 @@ def measure(
     counts = [leaf.size // n for leaf in data]
     selected = _selected(operation, mesh, counts, dtype)
     reasons = [chosen.reason for chosen in selected if chosen.algorithm == "lax"]
-    wrong = oracle_of.count_wrong(ours, oracle_of.tolerance if reasons else None)
-    lax_wrong = oracle_of.count_wrong(lax, oracle_of.tolerance)
-    errors = [oracle_of.error(result) for result in (ours, lax)]
+    our_check = oracle_of.compare(ours, oracle_of.tolerance if reasons else None)
+    lax_check = oracle_of.compare(lax, oracle_of.tolerance)
 
     shipped = None
     if tuning.rows_for([mesh.devices.flat[0].device_kind]) is not None:
@@ -94,20 +92,12 @@ def measure(
         **timing.fields(times),
         "algbw": algbw,
         "busbw": algbw * operation.bus_factor(n) if algbw is not None else None,
-        "wrong": all_ranks.total(f"{label}/wrong", wrong),
-        "lax_wrong": all_ranks.total(f"{label}/lax_wrong", lax_wrong),
-        "error": _finite_largest(f"{label}/error", errors[0]),
-        "lax_error": _finite_largest(f"{label}/lax_error", errors[1]),
+        **oracle.fields(label, our_check, lax_check),
         "handler_calls": handler_calls,
         "shipped_algorithm": shipped,
         "shipped_time_us": times["shipped"].p50 if shipped is not None else None,
     }
     return row, reasons[0] if reasons else None
-
-
-def _finite_largest(label: str, error: float | None) -> float | None:
-    found = None if error is None else all_ranks.largest(label, error)
-    return found if found is not None and math.isfinite(found) else None
 
 
 def split_points(count: int, leaves: int, multiple: int = 1) -> list[int]:

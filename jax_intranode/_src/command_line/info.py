@@ -5,6 +5,7 @@ found out is a problem in the report.
 """
 
 import argparse
+import contextlib
 import importlib
 import importlib.util
 import json
@@ -172,30 +173,21 @@ def _part(name: str, ffi: list[int] | None) -> dict[str, Any]:
 
 def _gpus(found: list[topology.LinkReport]) -> list[dict[str, Any]]:
     gpus = []
-    for report_of_one in found:
-        facts = topology.read_facts(report_of_one.bus_id, report_of_one.name)
-        memory = _memory(report_of_one.bus_id)
-        gpus.append(
-            {
-                "name": report_of_one.name,
-                "bus_id": report_of_one.bus_id,
-                "compute_capability": dotted(list(facts.compute_capability)),
-                "memory_mib": memory and memory[0],
-                "free_mib": memory and memory[1],
-            }
-        )
-    return gpus
-
-
-def _memory(bus_id: str) -> tuple[int, int] | None:
-    """MiB of a GPU, in all and free; None if it does not say."""
-    try:
-        with nvml.session() as module:
-            handle = module.nvmlDeviceGetHandleByPciBusId(bus_id)
+    for one in found:
+        facts = topology.read_facts(one.bus_id, one.name)
+        gpu: dict[str, Any] = {
+            "name": one.name,
+            "bus_id": one.bus_id,
+            "compute_capability": dotted(list(facts.compute_capability)),
+            "memory_mib": None,
+            "free_mib": None,
+        }
+        with contextlib.suppress(Exception), nvml.session() as module:  # it may not say
+            handle = module.nvmlDeviceGetHandleByPciBusId(one.bus_id)
             memory = module.nvmlDeviceGetMemoryInfo(handle)
-            return int(memory.total) >> 20, int(memory.free) >> 20
-    except Exception:
-        return None
+            gpu |= {"memory_mib": int(memory.total) >> 20, "free_mib": int(memory.free) >> 20}
+        gpus.append(gpu)
+    return gpus
 
 
 def _modes(

@@ -382,60 +382,47 @@ def environment(found: dict[str, Any]) -> Iterator[Check]:
 
 
 def text_of(found: dict[str, Any]) -> str:
-    rows: list[tuple[str, str]] = []
-
-    def add(title: str, *lines: str) -> None:
-        for number, line in enumerate(lines):
-            rows.append((title if number == 0 else "", line))
-
-    add("jax_intranode", f"{found['jax_intranode']['version']}, {found['jax_intranode']['path']}")
-    system = found["system"]
-    add("python", f"{found['python']}, {system['platform']}, {system['cores']} cores")
-    add("versions", *(f"{name} {version}" for name, version in found["versions"].items()))
-    add("CPU part", _text_of_part(found["cpu_part"]))
-    add("CUDA part", _text_of_part(found["cuda_part"]))
-    driver = found["driver"]
-    add(
-        "driver",
-        f"{driver['version']}, for CUDA up to {driver['cuda']}"
-        if driver["version"]
-        else f"none: {driver['reason']}",
-    )
-    links = found["topology"]["links"]
+    own, system, driver = found["jax_intranode"], found["system"], found["driver"]
+    driver_text = f"none: {driver['reason']}"
+    if driver["version"]:
+        driver_text = f"{driver['version']}, for CUDA up to {driver['cuda']}"
     gpus = [
         f"{number}: {gpu['name']}, {gpu['bus_id']}, compute capability "
         f"{gpu['compute_capability']}, {gpu['free_mib']} of {gpu['memory_mib']} MiB free"
         for number, gpu in enumerate(found["gpus"])
     ]
-    add("GPUs", *(gpus or ["none"]))
-    if len(gpus) > 1:
-        add("links", *topology.matrix_lines(links), found["topology"]["kind"])
-    add(
-        "modes",
-        *(
+    topo = found["topology"]
+    links = [*topology.matrix_lines(topo["links"]), topo["kind"]] if len(gpus) > 1 else []
+    variables, unset = [], []
+    for row in found["environment"]:
+        if row["value"] is not None:
+            note = "  <- see problems" if row["problem"] else ""
+            variables.append(f"{row['name']}={row['value']}{note}")
+        elif row["default"]:
+            unset.append(f"{row['name']} ({row['default']})")
+    titled: dict[str, list[str]] = {
+        "jax_intranode": [f"{own['version']}, {own['path']}"],
+        "python": [f"{found['python']}, {system['platform']}, {system['cores']} cores"],
+        "versions": [f"{name} {version}" for name, version in found["versions"].items()],
+        "CPU part": [_text_of_part(found["cpu_part"])],
+        "CUDA part": [_text_of_part(found["cuda_part"])],
+        "driver": [driver_text],
+        "GPUs": gpus or ["none"],
+        "links": links,
+        "modes": [
             f"{mode['mode']}: {'works' if mode['works'] else 'no, ' + mode['reason']}"
             for mode in found["modes"]
-        ),
+        ],
+        "environment": [*variables, f"not set: {', '.join(unset)}"],
+        "tuning": [found["tuning"]["text"]] if found["tuning"] else [],
+        "problems": found["problems"] or ["none"],
+    }
+    width = max(map(len, titled))
+    return "\n".join(
+        f"{'' if number else title:<{width}}  {line}"
+        for title, lines in titled.items()
+        for number, line in enumerate(lines)
     )
-    add(
-        "environment",
-        *(
-            f"{row['name']}={row['value']}{'  <- see problems' if row['problem'] else ''}"
-            for row in found["environment"]
-            if row["value"] is not None
-        ),
-        "not set: "
-        + ", ".join(
-            f"{row['name']} ({row['default']})"
-            for row in found["environment"]
-            if row["value"] is None and row["default"]
-        ),
-    )
-    if found["tuning"] is not None:
-        add("tuning", found["tuning"]["text"])
-    add("problems", *(found["problems"] or ["none"]))
-    width = max(len(title) for title, _ in rows)
-    return "\n".join(f"{title:<{width}}  {line}" for title, line in rows)
 
 
 def _text_of_part(part: dict[str, Any]) -> str:

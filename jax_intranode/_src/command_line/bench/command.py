@@ -145,7 +145,7 @@ def parse_size(text: str) -> int:
     factor = _SIZE_SUFFIXES.get(suffix, 1)
     digits = text[:-1] if suffix in _SIZE_SUFFIXES else text
     if not digits.isdecimal() or int(digits) == 0:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a size such as 512, 4K, 1M or 1G")
+        raise WrongInput(f"{text!r} is not a size such as 512, 4K, 1M or 1G")
     return int(digits) * factor
 
 
@@ -167,18 +167,13 @@ def _parse_name(text: str) -> str:
         try:
             programs = source_tree.load("bench_programs.definitions", "bench of other programs")
         except WrongInput as error:
-            raise argparse.ArgumentTypeError(
-                f"{text!r} is none of {', '.join(names)}; {error}"
-            ) from None
+            raise WrongInput(f"{text!r} is none of {', '.join(names)}; {error}") from None
         names_from([*names, *programs.PROGRAMS])(text)
     return text
 
 
 def _parse_peers(text: str) -> list[str]:
-    try:
-        peers = source_tree.load("bench_peers.registry", "--peers").PEERS
-    except WrongInput as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
+    peers = source_tree.load("bench_peers.registry", "--peers").PEERS
     return list(peers) if text == "all" else names_from((*peers, "all"))(text)
 
 
@@ -187,7 +182,7 @@ def _parse_plan(text: str) -> dict[str, int]:
     try:
         return dataclasses.asdict(parse_plan(text))
     except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
+        raise WrongInput(str(error)) from None
 
 
 # From parsed arguments to settings.

@@ -202,9 +202,9 @@ def make(matmul: Matmul, shape: Shape, dtype: np.dtype[Any], mesh: Mesh) -> Data
     """Returns random data on the devices, uniform between -1 and 1."""
     n = mesh.size
     shapes = (
-        (matmul.x_rows(shape, n), shape.k),
+        (shape.m // n if matmul.gathers else shape.m, shape.k),
         (shape.k, shape.n),
-        (matmul.result_rows(shape, n), shape.n),
+        (shape.m // n if matmul.forward.part else shape.m, shape.n),
     )
 
     def body(rank: jax.Array) -> Data:

@@ -246,14 +246,7 @@ def _variables() -> list[dict[str, Any]]:
 
 @dataclass(frozen=True)
 class Check:
-    """What a check has found.
-
-    Attributes:
-        name: what was checked.
-        verdict: OK, WARNING, FAILS or SKIPPED.
-        reason: what was found, or why it was skipped.
-        remedy: what to do; empty if nothing.
-    """
+    """What was checked, what was found or why it was skipped, and what to do, if anything."""
 
     name: str
     verdict: str

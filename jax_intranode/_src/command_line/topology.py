@@ -64,11 +64,7 @@ def to_json(found: Topology) -> dict[str, Any]:
 
 
 def read(file: Path) -> Topology:
-    """Reads a topology that `--json` has printed.
-
-    Raises:
-        WrongInput: the file cannot be read, or is not such a file.
-    """
+    """Reads a topology that `--json` has printed."""
     try:
         gpus = tuple(
             records.from_json(LinkReport, gpu) for gpu in json.loads(file.read_text())["gpus"]

@@ -189,11 +189,7 @@ def _parse_plan(text: str) -> dict[str, int]:
 
 
 def settings_of(arguments: argparse.Namespace, platform: str, devices: int) -> list[Settings]:
-    """Returns the settings of each mode.
-
-    Raises:
-        WrongInput: the options contradict each other or can't work here.
-    """
+    """Returns the settings of each mode, after a check of the options."""
     _check(arguments)
     name = arguments.name
     shapes = _shapes(arguments, platform, devices) if name in MATMULS else []
@@ -278,11 +274,7 @@ def _check_sizes(arguments: argparse.Namespace, largest: int, settings: Settings
 
 
 def _shapes(arguments: argparse.Namespace, platform: str, devices: int) -> Sequence[Shape]:
-    """Returns the shapes of a collective matmul that the options ask for.
-
-    Raises:
-        WrongInput: a shape can't be divided among the devices.
-    """
+    """Returns the shapes of a collective matmul that the options ask for."""
     presets = arguments.preset
     if not presets and not arguments.shapes:
         presets = ["reference" if platform == "gpu" else "tiny"]

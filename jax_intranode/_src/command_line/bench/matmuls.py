@@ -129,10 +129,7 @@ def plans_in(module: str) -> list[dict[str, int]]:
 class Call:
     """A function of per-device arrays that returns a list of arrays, and its operands.
 
-    Attributes:
-        function: the function.
-        moving: its first operand, which a chain changes.
-        fixed: the other operands.
+    A chain changes the first one, `moving`.
     """
 
     function: Callable[..., list[Any]]

@@ -121,11 +121,7 @@ def parse_shapes(text: str) -> list[Shape]:
 
 
 def of_presets(names: Iterable[str], operation: str, devices: int) -> list[Shape]:
-    """Returns the shapes of presets, each once.
-
-    Raises:
-        WrongInput: a layer can't be divided evenly among the devices.
-    """
+    """Returns the shapes of presets, each once."""
     gathers = MATMULS[operation].gathers
     shapes: list[Shape] = []
 

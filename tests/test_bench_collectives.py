@@ -102,6 +102,3 @@ def test_links_of_a_chain_fit(name: str) -> None:
         "psum_scatter+all_gather": [total, total],
     }[name]
     assert np.array_equal(got, 0.5 * np.ravel(wanted))
-
-
-# In a graph.

@@ -11,6 +11,7 @@ import pytest
 from cases import LAX_MATMULS, line, random, sharded
 from devices import need_devices
 from jax.sharding import PartitionSpec as P
+from tiers import full
 
 import jax_intranode
 from jax_intranode._src.jax_private import hlo
@@ -18,9 +19,7 @@ from jax_intranode._src.jax_private import hlo
 N = min(4, len(jax.devices()))
 GATHER, SCATTER, SUM = "all_gather", "psum_scatter", "psum"
 BOTH = pytest.mark.parametrize("check_vma", [True, False])
-MOSTLY_CHECKED = pytest.mark.parametrize(
-    "check_vma", [True, pytest.param(False, marks=pytest.mark.full)]
-)
+MOSTLY_CHECKED = pytest.mark.parametrize("check_vma", [True, full(False)])
 
 
 @pytest.fixture(autouse=True)

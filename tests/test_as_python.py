@@ -3,13 +3,14 @@
 import os
 import py_compile
 import subprocess
-import sys
 import textwrap
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from processes import python
+from tiers import full
 
 import jax_intranode
 
@@ -45,14 +46,8 @@ def output(tmp_path: Path) -> Output:
     def run(*arguments: str, **env: str) -> tuple[int, list[str], list[str]]:
         root = str(Path(jax_intranode.__file__).parent.parent)
         path = os.pathsep.join(filter(None, (env.pop("PYTHONPATH", ""), root)))
-        done = subprocess.run(
-            [sys.executable, *arguments],
-            cwd=tmp_path,
-            env={**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": path, **env},
-            capture_output=True,
-            text=True,
-            timeout=100,
-        )
+        env |= {"JAX_PLATFORMS": "cpu", "PYTHONPATH": path}
+        done = python(*arguments, cwd=tmp_path, stderr=subprocess.PIPE, **env)
         lines = [
             [line.removeprefix("[0] ") for line in text.splitlines() if line[:7] != "launch:"]
             for text in (done.stdout, done.stderr)
@@ -133,7 +128,7 @@ def test_main_is_there_until_exit_handlers_and_threads_have_ended(
     assert (code, out) == (0, ["thread True", "at exit True"]), err
 
 
-@pytest.mark.parametrize("way", ["SCRIPT", pytest.param("run SCRIPT", marks=pytest.mark.full)])
+@pytest.mark.parametrize("way", ["SCRIPT", full("run SCRIPT")])
 def test_a_script_that_executes_itself_again_is_still_a_rank(
     output: Output, tmp_path: Path, way: str
 ) -> None:

@@ -18,6 +18,7 @@ from bench_programs import definitions as programs
 from bench_programs import measure as measure_program
 from bench_settings import RunHere, mesh_of_two, settings_of
 from jax.sharding import PartitionSpec
+from tiers import full, quick
 
 import jax_intranode
 from jax_intranode._src.command_line import machine
@@ -81,10 +82,10 @@ QUICK_PROGRAMS = ("mlp_block",)  # the full tier also runs the others
     ("name", "leaves", "dtype"),
     [
         ("psum", 1, "bfloat16"),
-        pytest.param("psum_scatter+all_gather", 3, "int32", marks=pytest.mark.full),
-        pytest.param("pmean", 1, "float16", marks=pytest.mark.full),
-        pytest.param("psum_scatter", 1, "int32", marks=pytest.mark.full),
-        pytest.param("all_gather", 1, "int16", marks=pytest.mark.full),
+        full("psum_scatter+all_gather", 3, "int32"),
+        full("pmean", 1, "float16"),
+        full("psum_scatter", 1, "int32"),
+        full("all_gather", 1, "int16"),
     ],
 )
 def test_both_modes_on_the_cpu(
@@ -149,20 +150,13 @@ def test_both_modes_on_the_cpu(
 @pytest.mark.parametrize(
     ("name", "options", "algorithms"),
     [
-        pytest.param(
-            "all_gather_matmul",
-            "--shapes 32,16,24 --mode both",
-            ("all_gather",),
-            marks=pytest.mark.full,
-        ),
+        full("all_gather_matmul", "--shapes 32,16,24 --mode both", ("all_gather",)),
         (
             "matmul_reduce_scatter",
             f"--shapes 32,16,24 --backward -d float16 --mode {MODES[1]}",
             ("all_gather",),
         ),
-        pytest.param(
-            "matmul_all_reduce", "--settle 1", table.PSUM_ALGORITHMS, marks=pytest.mark.full
-        ),
+        full("matmul_all_reduce", "--settle 1", table.PSUM_ALGORITHMS),
     ],
 )
 def test_matmuls_on_the_cpu(
@@ -198,13 +192,7 @@ def test_matmuls_on_the_cpu(
         assert row["bound_us"] is row["share"] is row["lax_share"] is None
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        name if name in QUICK_PROGRAMS else pytest.param(name, marks=pytest.mark.full)
-        for name in programs.PROGRAMS
-    ],
-)
+@pytest.mark.parametrize("name", quick(programs.PROGRAMS, QUICK_PROGRAMS))
 def test_whole_programs_on_the_cpu(name: str, tmp_path: Path, run_here: RunHere) -> None:
     code, out, err = run_here(
         f"bench {name} --platform cpu --mode single-process --devices 2 -n 1 -w 0 --chain 1 "

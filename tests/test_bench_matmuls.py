@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from bench_settings import BFLOAT16, matmul_settings, mesh_of_two
+from tiers import full
 
 import jax_intranode
 from jax_intranode._src.command_line.bench import matmuls as measure_matmul
@@ -20,9 +21,7 @@ from jax_intranode._src.command_line.bench.operations import MATMULS, Shape
     ("name", "backward", "algorithms"),
     [
         ("all_gather_matmul", True, ("reduce_scatter",)),
-        pytest.param(
-            *("matmul_reduce_scatter", False, ("reduce_scatter",)), marks=pytest.mark.full
-        ),
+        full("matmul_reduce_scatter", False, ("reduce_scatter",)),
     ],
 )
 def test_matmul_is_checked_and_timed(
@@ -71,8 +70,8 @@ def test_wrong_matmul_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     ("name", "backward"),
     [
         ("all_gather_matmul", True),
-        pytest.param("matmul_reduce_scatter", False, marks=pytest.mark.full),
-        pytest.param("matmul_all_reduce", True, marks=pytest.mark.full),
+        full("matmul_reduce_scatter", False),
+        full("matmul_all_reduce", True),
     ],
 )
 def test_sample_of_a_matmul(name: str, backward: bool) -> None:

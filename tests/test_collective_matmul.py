@@ -9,9 +9,7 @@ import pytest
 from cases import LAX_MATMULS, make_mesh, sharded
 from collective_matmuls import (  # noqa: F401
     BOTH,
-    GATHER,
     MOSTLY_CHECKED,
-    SCATTER,
     N,
     collectives,
     float32_products,
@@ -24,6 +22,7 @@ from collective_matmuls import (  # noqa: F401
 from devices import need_devices
 from jax import lax
 from jax.sharding import PartitionSpec as P
+from tiers import full
 
 import jax_intranode
 from jax_intranode import all_gather_matmul, explain, matmul_all_reduce, matmul_reduce_scatter
@@ -32,10 +31,7 @@ from jax_intranode import all_gather_matmul, explain, matmul_all_reduce, matmul_
 
 
 @MOSTLY_CHECKED
-@pytest.mark.parametrize(
-    "leading",
-    [(2 * N,), pytest.param((N, 2 * N), marks=pytest.mark.full), (N, 2 * N, 3 * N)],
-)
+@pytest.mark.parametrize("leading", [(2 * N,), full((N, 2 * N)), (N, 2 * N, 3 * N)])
 def test_every_axis(leading: tuple[int, ...], check_vma: bool) -> None:
     """Every axis that can be gathered or scattered, including the product's last."""
     rank = len(leading) + 1
@@ -160,8 +156,8 @@ def test_results_that_vary_over_different_axes() -> None:
     [
         ("bfloat16", None, "standard"),
         ("bfloat16", "float32", "standard"),
-        pytest.param("float16", None, "standard", marks=pytest.mark.full),
-        pytest.param("float16", "float32", "standard", marks=pytest.mark.full),
+        full("float16", None, "standard"),
+        full("float16", "float32", "standard"),
         # JAX would not promote these cotangents to the dtype that they are multiplied with.
         ("bfloat16", "float32", "strict"),
         ("float8_e4m3fn", "float32", "standard"),

@@ -28,6 +28,7 @@ from devices import need_devices
 from jax import lax
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
+from tiers import full
 
 import jax_intranode
 from jax_intranode import all_gather_matmul, explain, matmul_all_reduce, matmul_reduce_scatter
@@ -46,10 +47,7 @@ def three(lib: Any, x: Any, w: Any) -> Any:
 
 
 @MOSTLY_CHECKED
-@pytest.mark.parametrize(
-    "in_axes",
-    [(1, None), *(pytest.param(a, marks=pytest.mark.full) for a in ((2, None), (None, 2))), (2, 1)],
-)
+@pytest.mark.parametrize("in_axes", [(1, None), *(full(a) for a in ((2, None), (None, 2))), (2, 1)])
 def test_vmap(in_axes: tuple[int | None, int | None], check_vma: bool) -> None:
     """Batches of x, of w and of both; around the function and around its gradient."""
     x, w = values((N, 5), (5, 3))
@@ -90,9 +88,7 @@ def test_vmap_adds_no_collectives(in_axes: tuple[int | None, int | None]) -> Non
     assert found == {GATHER: 2, SCATTER: 2, SUM: 2}
 
 
-@pytest.mark.parametrize(
-    "in_axes", [*(pytest.param(a, marks=pytest.mark.full) for a in ((0, None), (None, 0))), (0, 0)]
-)
+@pytest.mark.parametrize("in_axes", [*(full(a) for a in ((0, None), (None, 0))), (0, 0)])
 def test_vmap_around_shard_map_over_a_mesh_axis(in_axes: tuple[int | None, int | None]) -> None:
     """A batched operand varies over one axis more; gradients of others are summed over that axis.
 

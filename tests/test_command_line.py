@@ -2,16 +2,16 @@
 
 import importlib
 import json
-import os
 import re
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import jax
 import pytest
+from processes import python
+from tiers import full, quick
 
 import jax_intranode
 from jax_intranode import __main__ as command_line
@@ -79,14 +79,8 @@ def broken(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run_in(directory: Path, *argv: str, **environ: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, *argv],
-        cwd=directory,
-        env={**os.environ, "PYTHONPATH": str(directory), **environ},
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
+    environ = {"PYTHONPATH": str(directory), **environ}
+    return python(*argv, cwd=directory, stderr=subprocess.PIPE, **environ)
 
 
 def test_command_in_a_broken_installation(broken: Path) -> None:
@@ -101,8 +95,8 @@ def test_command_in_a_broken_installation(broken: Path) -> None:
     "argv",
     [
         ("-c", "import jax_intranode"),
-        pytest.param(("-m", "jax_intranode._src.command_line.launcher"), marks=pytest.mark.full),
-        pytest.param(("-m", "x", "-m"), marks=pytest.mark.full),
+        full(("-m", "jax_intranode._src.command_line.launcher")),
+        full(("-m", "x", "-m")),
     ],
 )
 def test_broken_installation_raises(broken: Path, argv: tuple[str, ...]) -> None:
@@ -219,10 +213,7 @@ BREAKS = {
 QUICK_BREAKS = ("a native module of another system", "no jax", "an old jaxlib")
 
 
-@pytest.mark.parametrize(
-    "what",
-    [pytest.param(what, marks=[] if what in QUICK_BREAKS else pytest.mark.full) for what in BREAKS],
-)
+@pytest.mark.parametrize("what", quick(BREAKS, QUICK_BREAKS))
 def test_info_of_a_broken_installation(what: str, broken: Path, tmp_path: Path) -> None:
     files, first, second = BREAKS[what]
     shutil.copytree(broken, tmp_path, dirs_exist_ok=True)

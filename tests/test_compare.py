@@ -3,9 +3,7 @@
 import contextlib
 import functools
 import math
-import os
 import subprocess
-import sys
 import textwrap
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -19,6 +17,7 @@ from cases import line
 from devices import need_devices
 from jax.experimental import io_callback
 from jax.sharding import PartitionSpec as P
+from processes import python
 
 import jax_intranode
 from jax_intranode._src.command_line import compare
@@ -267,14 +266,9 @@ def test_a_script(ranks: int, steps: int, tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(textwrap.dedent(SCRIPT))
     launch = ["launch", "-n", "2", "--platform", "cpu"] if ranks == 2 else []
     options = ["--compare", "--steps", str(steps), "script.py", "--steps=1"]
-    done = subprocess.run(
-        [sys.executable, "-m", "jax_intranode", *launch, "run", *options],
-        env={**os.environ, "JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(3 - ranks)},
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=100,
-    )
+    env = {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(3 - ranks)}
+    command = ("-m", "jax_intranode", *launch, "run", *options)
+    done = python(*command, cwd=tmp_path, stderr=subprocess.PIPE, **env)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("argument --steps=1") == ranks
     calls = 18 if steps == 16 else 20

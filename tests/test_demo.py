@@ -1,14 +1,12 @@
 """The command `demo`: what it measures, prints and draws."""
 
 import importlib.util
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from processes import python
 
 from jax_intranode import __main__ as command_line
 from jax_intranode._src.command_line.bench import command as bench
@@ -92,15 +90,8 @@ def test_a_wrong_result_fails(
 
 @pytest.mark.full
 def test_measurement(tmp_path: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "jax_intranode", "demo", "--platform", "cpu"],
-        env=os.environ,
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=250,
-    )
-    assert done.returncode == 0, done.stderr
+    done = python("-m", "jax_intranode", "demo", "--platform", "cpu", cwd=tmp_path, timeout_s=250)
+    assert done.returncode == 0, done.stdout
     ratios = [float(text) for text in re.findall(r"([\d.]+)x  #", done.stdout)]
     assert len(ratios) == 4
     assert ratios[0] > 1  # 25 on a quiet machine

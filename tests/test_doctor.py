@@ -1,14 +1,13 @@
 """The command `doctor`: verdicts of its checks on known nodes, and what a node is said to gain."""
 
 import json
-import os
 import re
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from processes import python
 
 from jax_intranode import __main__ as command_line
 from jax_intranode._src.command_line import benefits, doctor, info, machine
@@ -234,14 +233,8 @@ def test_a_failed_check_fails_the_command(
 
 @pytest.mark.full
 def test_on_this_machine(tmp_path: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "jax_intranode", "doctor", "--json"],
-        env={**os.environ, "JAX_PLATFORMS": "cpu"},
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=280,
-    )
+    of = {"cwd": tmp_path, "stderr": subprocess.PIPE, "timeout_s": 280, "JAX_PLATFORMS": "cpu"}
+    done = python("-m", "jax_intranode", "doctor", "--json", **of)
     found = json.loads(done.stdout)
     checks = {check["name"]: check["verdict"] for check in found["checks"]}
     assert checks["memory of another process"] == "ok"

@@ -1,14 +1,14 @@
 """The examples run as users run them: in a fresh process, from the command line."""
 
-import os
 import re
 import subprocess
-import sys
 from pathlib import Path
 
 import jax
 import pytest
 from devices import need_devices
+from processes import python
+from tiers import full
 
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
 
@@ -21,17 +21,12 @@ def run_example(name: str, *options: str, **variables: str) -> str:
         options: Its command-line options.
         variables: Environment variables to set for it.
     """
-    # pytest's own process may already hold most of the GPUs' memory.
-    env = {**os.environ, "XLA_PYTHON_CLIENT_PREALLOCATE": "false", **variables}
-    command = [sys.executable, EXAMPLES / name, *options]
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=300)
+    done = python(EXAMPLES / name, *options, stderr=subprocess.PIPE, timeout_s=300, **variables)
     assert done.returncode == 0, f"{name} ended with {done.returncode}:\n{done.stdout}{done.stderr}"
     return done.stdout
 
 
-@pytest.mark.parametrize(
-    "name", ["train_nnx_optax.py", pytest.param("train_fsdp_tp.py", marks=pytest.mark.full)]
-)
+@pytest.mark.parametrize("name", ["train_nnx_optax.py", full("train_fsdp_tp.py")])
 def test_training(name: str) -> None:
     need_devices(2)
     if name == "train_nnx_optax.py":

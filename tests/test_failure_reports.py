@@ -11,6 +11,7 @@ from unittest import mock
 import jax
 import pytest
 from processes import free_port, python
+from tiers import full
 
 import jax_intranode
 from jax_intranode._src.health import failures, peers
@@ -309,24 +310,15 @@ LOST = LATER + (
 @pytest.mark.parametrize(
     ("code", "status", "last"),
     [
-        pytest.param(
-            f"{LATER}run(body)", 1, r"jax_intranode: .* timed out after 2 s: .*",
-            marks=pytest.mark.full,
-        ),
+        full(f"{LATER}run(body)", 1, r"jax_intranode: .* timed out after 2 s: .*"),
         (
             f"{LOST}raise jax.errors.JaxRuntimeError('INTERNAL: CUDA error')",
             1,
             "jax_intranode: lost.",
         ),
         (f"{LOST}print('caught')", 0, "jax_intranode: lost."),
-        pytest.param(
-            f"{LOST}os._exit(3)", 3, "ERROR:jax_intranode:jax_intranode: lost.",
-            marks=pytest.mark.full,
-        ),
-        pytest.param(
-            f"{LATER}raise SystemExit(3)", 3, "Error destroying CUDA event: .*",
-            marks=pytest.mark.full,
-        ),
+        full(f"{LOST}os._exit(3)", 3, "ERROR:jax_intranode:jax_intranode: lost."),
+        full(f"{LATER}raise SystemExit(3)", 3, "Error destroying CUDA event: .*"),
     ],
     ids=["cpu", "gpu", "gpu_that_was_caught", "os_exit", "no_failure"],
 )  # fmt: skip

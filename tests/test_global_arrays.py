@@ -15,6 +15,7 @@ from collective_matmuls import collectives, float32_products, same, with_gradien
 from devices import need_devices
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+from tiers import full, quick
 
 from jax_intranode import (
     all_gather_matmul,
@@ -26,9 +27,7 @@ from jax_intranode import (
 )
 
 AUTO, EXPLICIT = AxisType.Auto, AxisType.Explicit
-MOSTLY_EXPLICIT = pytest.mark.parametrize(
-    "kind", [pytest.param(AUTO, marks=pytest.mark.full), EXPLICIT], ids=["auto", "explicit"]
-)
+MOSTLY_EXPLICIT = pytest.mark.parametrize("kind", [full(AUTO), EXPLICIT], ids=["auto", "explicit"])
 TYPES = pytest.mark.parametrize("kind", [AUTO, EXPLICIT], ids=["auto", "explicit"])
 
 
@@ -108,7 +107,7 @@ EVERY = pytest.mark.parametrize("name", CALLS)
 
 @TYPES
 @EVERY
-@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.full)])
+@pytest.mark.parametrize("dtype", ["float32", full("bfloat16")])
 def test_as_the_product_of_global_arrays(name: str, kind: AxisType, dtype: str) -> None:
     f, of_x, of_w, of_y = CALLS[name]
     mesh = line(kind)
@@ -124,7 +123,7 @@ def test_as_the_product_of_global_arrays(name: str, kind: AxisType, dtype: str) 
 
 @pytest.mark.parametrize(
     "kinds",
-    [pytest.param((AUTO, AUTO), marks=pytest.mark.full), (EXPLICIT,) * 2, (EXPLICIT, AUTO)],
+    [full((AUTO, AUTO)), (EXPLICIT,) * 2, (EXPLICIT, AUTO)],
     ids=str,
 )
 @EVERY
@@ -281,10 +280,7 @@ def test_axes_of_size_one(size: str) -> None:
 
 
 @EVERY
-@pytest.mark.parametrize(
-    "context",
-    ["set_mesh", *(pytest.param(c, marks=pytest.mark.full) for c in ("with", "argument"))],
-)
+@pytest.mark.parametrize("context", ["set_mesh", *(full(c) for c in ("with", "argument"))])
 @MOSTLY_EXPLICIT
 def test_mesh_in_context(name: str, context: str, kind: AxisType) -> None:
     f, of_x, of_w, _ = CALLS[name]
@@ -367,13 +363,7 @@ def test_inside_a_shard_map_over_another_axis(check_vma: bool) -> None:
 
 
 @MOSTLY_EXPLICIT
-@pytest.mark.parametrize(
-    "name",
-    [
-        n if n in ("column, sequence", "row") else pytest.param(n, marks=pytest.mark.full)
-        for n in CALLS
-    ],
-)
+@pytest.mark.parametrize("name", quick(CALLS, ("column, sequence", "row")))
 def test_transformations(name: str, kind: AxisType) -> None:
     f, of_x, of_w, _ = CALLS[name]
     mesh = line(kind)
@@ -404,7 +394,7 @@ def test_transformations(name: str, kind: AxisType) -> None:
 @EVERY
 @pytest.mark.parametrize(
     "dims",
-    [(0, 2), *(pytest.param(d, marks=pytest.mark.full) for d in ((0, None), (3, None), (None, 0)))],
+    [(0, 2), *(full(d) for d in ((0, None), (3, None), (None, 0)))],
     ids=str,
 )
 def test_vmap(name: str, dims: Any) -> None:

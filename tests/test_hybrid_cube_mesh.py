@@ -20,7 +20,6 @@ from devices import need_devices
 from test_topology import DGX1, make_reports
 
 import jax_intranode
-from jax_intranode._src.command_line.bench.oracle import count_wrong
 from jax_intranode._src.command_line.launcher.runs import RankError
 from jax_intranode._src.group import communicator, key_value_store, rendezvous, slabs, topology
 from jax_intranode._src.group import partition as partition_lib
@@ -83,30 +82,16 @@ def mesh_of(order: Sequence[int]) -> jax.sharding.Mesh:
     return cases.make_mesh((8,), ("x",), np.array(order))
 
 
-def random_parts(dtype: str, count: int, seed: int) -> np.ndarray:
-    """Operands whose sums round, and depend on the order of addition."""
-    rng = np.random.default_rng(seed)
-    kind = np.dtype(jnp.dtype(dtype))
-    if jnp.issubdtype(kind, jnp.integer):
-        info = np.iinfo(kind)
-        return rng.integers(info.min, info.max, (8, count), dtype=kind, endpoint=True)
-    scale = 2.0 ** rng.integers(-8, 8, (8, count))
-    return (rng.standard_normal((8, count)) * scale).astype(kind)
-
-
 def check_psum(dtype: str, count: int, order: Sequence[int], seed: int) -> None:
-    mesh = mesh_of(order)
-    parts = random_parts(dtype, count, seed)
+    parts = cases.random(dtype, (8, count), seed)
     before = extension.handler_calls()
-    result = jax.block_until_ready(cases.psum_of(parts, mesh))
+    result = jax.block_until_ready(cases.psum_of(parts, mesh_of(order)))
     assert extension.handler_calls() > before
-    expected = oracle(parts, order)
-    for shard in result.addressable_shards:
-        assert count_wrong(np.asarray(shard.data).reshape(-1), expected, None) == 0
+    cases.check(result, cases.everywhere(oracle(parts, order), 8))
 
 
 def test_the_oracle_tells_orders_apart() -> None:
-    parts = random_parts("float32", 200, 0)
+    parts = cases.random("float32", (8, 200))
     sums = [cases.oracle(parts), oracle(parts, ORDERS[0]), oracle(parts, ORDERS[2])]
     for a, b in itertools.combinations(sums, 2):
         assert (a != b).any()

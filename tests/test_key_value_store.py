@@ -56,11 +56,19 @@ def test_gather_is_in_process_order() -> None:
     assert set(client.values) == {f"p/hello/{p}" for p in processes}
 
 
-def test_gather_names_the_missing_process_and_the_stage() -> None:
+def test_gather_names_the_missing_process_and_the_stage(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    soon = config.parse({"JAX_INTRANODE_REPORT_AFTER_S": "0.01"})
+    monkeypatch.setattr(config, "get", lambda: soon)
     client = FakeClient()
     store = stores(client, (0, 3))[0]
     with pytest.raises(key_value_store.Refused, match=r"process 3 .*\(slabs\)"):
-        store.gather("slabs", 1, SOON)
+        store.gather("slabs", 1, key_value_store.Deadline(0.5))
+    assert [r.getMessage() for r in caplog.records] == [
+        "Process 0 has waited 0.01 s for process 3, which has not entered the rendezvous (slabs). "
+        "It gives up after 0.5 s."
+    ]
     # The value of this process stays, for processes that come later.
     assert client.values == {"p/slabs/0": "1"}
 

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 from processes import assert_gone, children_of, is_running
+from tiers import full, quick
 
 from jax_intranode import __main__ as command_line
 from jax_intranode._src.group import nvml
@@ -128,10 +129,7 @@ CALLS = {
 }
 
 
-@pytest.mark.parametrize(
-    "call",
-    [pytest.param(name, marks=[] if name == "no call" else pytest.mark.full) for name in CALLS],
-)
+@pytest.mark.parametrize("call", quick(CALLS, ("no call",)))
 def test_the_ranks_are_one_program(
     launch: Launch, monkeypatch: pytest.MonkeyPatch, call: str
 ) -> None:
@@ -361,9 +359,9 @@ def test_connections_of_others_to_the_service_disturb_nobody(
     ("number", "code"),
     [
         (signal.SIGKILL, -signal.SIGKILL),
-        pytest.param(signal.SIGINT, 130, marks=pytest.mark.full),
-        pytest.param(signal.SIGTERM, 143, marks=pytest.mark.full),
-        pytest.param(signal.SIGHUP, 129, marks=pytest.mark.full),
+        full(signal.SIGINT, 130),
+        full(signal.SIGTERM, 143),
+        full(signal.SIGHUP, 129),
     ],
 )
 def test_nothing_outlives_the_command(tmp_path: Path, number: signal.Signals, code: int) -> None:
@@ -407,9 +405,9 @@ FILLS_THE_PIPE = """
     ("end", "code"),
     [
         ("a failure", 5),
-        pytest.param(signal.SIGTERM, 143, marks=pytest.mark.full),
-        pytest.param(signal.SIGINT, 130, marks=pytest.mark.full),
-        pytest.param("--timeout", 124, marks=pytest.mark.full),
+        full(signal.SIGTERM, 143),
+        full(signal.SIGINT, 130),
+        full("--timeout", 124),
     ],
 )
 def test_a_full_pipe_that_nobody_reads_delays_nothing(

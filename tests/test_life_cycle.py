@@ -6,6 +6,7 @@ import jax
 import pytest
 from devices import need_devices
 from processes import python
+from tiers import quick
 
 
 def run_program(tmp_path: Path, code: str, *arguments: str) -> tuple[int, str]:
@@ -48,9 +49,7 @@ EXITS = {
 QUICK = ("in_flight", "executables_last", "backends_first")
 
 
-@pytest.mark.parametrize(
-    "order", [o if o in QUICK else pytest.param(o, marks=pytest.mark.full) for o in EXITS]
-)
+@pytest.mark.parametrize("order", quick(EXITS, QUICK))
 def test_exit(tmp_path: Path, order: str) -> None:
     need_devices(2)
     status, text = run_program(tmp_path, f"import jax.extend.backend\n{EXITS[order]}\nprint('END')")

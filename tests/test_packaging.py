@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from processes import python
 
 import jax_intranode
 from jax_intranode._src.native import extension
@@ -24,14 +25,7 @@ not_editable = pytest.mark.skipif(
 
 def run_python(code: str, *flags: str, **where: str | Path) -> subprocess.CompletedProcess[str]:
     """Runs code in a fresh process, on CPU devices."""
-    return subprocess.run(
-        [sys.executable, *flags, "-c", code],
-        env={**os.environ, "JAX_PLATFORMS": "cpu"},
-        capture_output=True,
-        text=True,
-        timeout=100,
-        **where,
-    )
+    return python(*flags, "-c", code, stderr=subprocess.PIPE, JAX_PLATFORMS="cpu", **where)
 
 
 def output_of(code: str) -> str:

@@ -11,6 +11,7 @@ from bench_programs import definitions
 from cases import line
 from devices import need_devices
 from jax import lax
+from tiers import quick
 
 import jax_intranode
 
@@ -68,9 +69,7 @@ def described(arguments: Any) -> Any:
 
 
 QUICK = ("mlp_block", "decode_scanned", "norms_6", "decode_8b_1")
-MOSTLY_FULL = pytest.mark.parametrize(
-    "name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.full) for n in PROGRAMS]
-)
+MOSTLY_FULL = pytest.mark.parametrize("name", quick(PROGRAMS, QUICK))
 
 
 @MOSTLY_FULL
@@ -89,9 +88,7 @@ def test_both_libraries_agree(name: str) -> None:
     assert described(result) == described(arguments)
 
 
-@pytest.mark.parametrize(
-    "name", [n if n == AUTO[0] else pytest.param(n, marks=pytest.mark.full) for n in AUTO]
-)
+@pytest.mark.parametrize("name", quick(AUTO, AUTO[:1]))
 def test_auto_sharded_programs_agree(name: str) -> None:
     need_devices(2)
     step, arguments = definitions.PROGRAMS[name](jax_intranode, line(2))

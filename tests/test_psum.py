@@ -14,6 +14,7 @@ import pytest
 import random_programs  # noqa: F401
 from devices import need_devices
 from jax.sharding import PartitionSpec as P
+from tiers import full
 
 import jax_intranode
 
@@ -39,13 +40,7 @@ def is_quick(name: str) -> bool:
     return True
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        name if is_quick(name) else pytest.param(name, marks=pytest.mark.full)
-        for name in cases.CASES
-    ],
-)
+@pytest.mark.parametrize("name", [name if is_quick(name) else full(name) for name in cases.CASES])
 def test_case(name: str) -> None:
     case = cases.CASES[name]
     need_devices(case.devices)

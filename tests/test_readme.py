@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from devices import need_devices
 from processes import python
+from tiers import quick
 
 ROOT = Path(__file__).resolve().parent.parent
 README = ROOT / "README.md"
@@ -82,10 +83,7 @@ def test_one_process(name: str, ran: dict[str, tuple[str, str]]) -> None:
     assert code == "0" and output, output
 
 
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(n, marks=[pytest.mark.full] * (k > 0)) for k, n in enumerate(OF_PROCESSES)],
-)
+@pytest.mark.parametrize("name", quick(OF_PROCESSES, OF_PROCESSES[:1]))
 def test_process_per_device(name: str, tmp_path: Path) -> None:
     need_devices(2)
     (tmp_path / name).write_text(PROGRAMS[name])

@@ -12,6 +12,7 @@ from typing import Any
 
 import jax
 import pytest
+from tiers import full
 
 from jax_intranode._src.group import agreed, key_value_store, rendezvous, slabs
 from jax_intranode._src.health import peers
@@ -167,7 +168,7 @@ def test_a_segment_that_is_too_small_is_not_opened(monkeypatch: pytest.MonkeyPat
     assert found is not None and "has fewer than" in found, found
 
 
-@pytest.mark.parametrize("rounds", [40, pytest.param(500, marks=pytest.mark.full)])
+@pytest.mark.parametrize("rounds", [40, full(500)])
 def test_random_records(monkeypatch: pytest.MonkeyPatch, rounds: int) -> None:
     refused = 0
     for seed in range(rounds):

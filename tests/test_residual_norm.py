@@ -13,6 +13,7 @@ from cases_of_norms import EPS, function, normal, operands
 from devices import need_devices
 from jax import lax
 from jax.sharding import PartitionSpec as P
+from tiers import full
 
 import jax_intranode
 from jax_intranode._src.native import definitions
@@ -41,10 +42,7 @@ def is_quick(name: str) -> bool:
 
 @pytest.mark.parametrize(
     "name",
-    [
-        name if is_quick(name) else pytest.param(name, marks=pytest.mark.full)
-        for name in cases_of_norms.CASES
-    ],
+    [name if is_quick(name) else full(name) for name in cases_of_norms.CASES],
 )
 def test_case(name: str) -> None:
     case = cases_of_norms.CASES[name]
@@ -126,7 +124,7 @@ def test_vmap_is_a_loop(scatters: bool, batched: str) -> None:
             np.testing.assert_array_equal(cases.bits(whole[k]), cases.bits(np.asarray(one)))
 
 
-@pytest.mark.parametrize("check_vma", [True, pytest.param(False, marks=pytest.mark.full)])
+@pytest.mark.parametrize("check_vma", [True, full(False)])
 def test_gradients_under_transformations(check_vma: bool) -> None:
     """Under remat, scan and jit, and second derivatives: as the composition of jax.lax's."""
     mesh = line()

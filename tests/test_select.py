@@ -5,6 +5,7 @@ import itertools
 
 import numpy as np
 import pytest
+from tiers import quick
 
 from jax_intranode._src.native import definitions
 from jax_intranode._src.selection import config, select, table
@@ -27,12 +28,7 @@ BARE = ("float32", "bfloat16", "float16")
 # Packets and the size of an element decide: the quick tier has one dtype of each kind.
 EVERY_DTYPE = pytest.mark.parametrize(
     "dtype",
-    [
-        d
-        if d in ("float32", "bfloat16", "float64", "int8", "int32")
-        else pytest.param(d, marks=pytest.mark.full)
-        for d in definitions.DTYPES
-    ],
+    quick(definitions.DTYPES, ("float32", "bfloat16", "float64", "int8", "int32")),
 )
 
 # xla_ffi/kernels/group.h and rendezvous.py.

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from processes import python
 
 from jax_intranode import __main__ as command_line
 from jax_intranode._src.command_line.launcher import output
@@ -212,13 +213,8 @@ def test_commands_refuse_strangers(tmp_path: Path) -> None:
 def test_a_launched_job_goes_on_beside_strangers(tmp_path: Path) -> None:
     script, logs = tmp_path / "rank.py", tmp_path / "logs"
     script.write_text(_RANK)
-    done = subprocess.run(
-        [
-            *(sys.executable, "-m", "jax_intranode", "launch", "--platform", "cpu", "-n", "2"),
-            *("--log-dir", str(logs), str(script), str(logs), "jax"),
-        ],
-        capture_output=True, text=True, timeout=200,
-    )  # fmt: skip
+    launch = ["-m", "jax_intranode", "launch", "--platform", "cpu", "-n", "2", "--log-dir"]
+    done = python(*launch, logs, script, logs, "jax", stderr=subprocess.PIPE, timeout_s=200)
     assert done.returncode == 0, done.stderr
     with_join = _REFUSED.replace("list", "join refused, list")
     assert f"[0] {with_join}\n" in done.stdout

@@ -7,22 +7,11 @@ import sys
 from pathlib import Path
 
 import pytest
+from test_topology import make_reports
 
 from jax_intranode import __main__ as command_line
 from jax_intranode._src.group import topology as topo
 from jax_intranode._src.group.topology import LinkReport
-
-
-def node(switch_links: int, *pairs: tuple[int, int, int]) -> list[LinkReport]:
-    """Four GPUs at a switch, or with direct links (i, j, count)."""
-    ids = [f"00000000:0{gpu}:00.0" for gpu in range(4)]
-    peers: list[dict[str, int]] = [{} for _ in ids]
-    for i, j, count in pairs:
-        peers[i][ids[j]] = peers[j][ids[i]] = count
-    return [
-        LinkReport(bus_id, f"GPU-{bus_id}", "Test GPU", switch_links, tuple(sorted(p.items())))
-        for bus_id, p in zip(ids, peers, strict=True)
-    ]
 
 
 def recorded(directory: Path, reports: list[LinkReport]) -> str:
@@ -32,8 +21,8 @@ def recorded(directory: Path, reports: list[LinkReport]) -> str:
     return str(file)
 
 
-SWITCHED = node(18)
-RING = node(0, (0, 1, 4), (1, 2, 4), (2, 3, 4), (3, 0, 2))
+SWITCHED = make_reports(4, {}, [18] * 4)
+RING = make_reports(4, {(0, 1): 4, (1, 2): 4, (2, 3): 4, (0, 3): 2})
 
 
 def test_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

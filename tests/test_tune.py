@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from bench_settings import RunHere, mesh_of_two, settings_of
+from tiers import full
 
 import jax_intranode
 from jax_intranode._src.command_line.launcher.runs import MODES, SINGLE_PROCESS
@@ -191,7 +192,7 @@ def test_the_file_of_the_command_is_what_programs_use(
     assert "psum of int32, 2 x cpu, single-process" in output
 
 
-@pytest.mark.parametrize("mode", [SINGLE_PROCESS, pytest.param("both", marks=pytest.mark.full)])
+@pytest.mark.parametrize("mode", [SINGLE_PROCESS, full("both")])
 def test_bench_shows_shipped_beside_tuned(
     mode: str, tmp_path: Path, run_here: RunHere, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -4,7 +4,6 @@ import dataclasses
 import json
 import os
 import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ import jax.numpy as jnp
 import pytest
 from devices import need_devices
 from jax.sharding import PartitionSpec as P
+from processes import python
 
 import jax_intranode
 from jax_intranode._src.native import definitions
@@ -164,14 +164,8 @@ def test_a_file_that_cannot_be_used_is_refused(
 
 def run_python(file: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     """Runs Python on CPU devices with this file in force."""
-    return subprocess.run(
-        [sys.executable, "-P", *arguments],  # -P: the installed package, not the source tree
-        cwd=file.parent,
-        env={**os.environ, "JAX_PLATFORMS": "cpu", "JAX_INTRANODE_TUNING": str(file)},
-        capture_output=True,
-        text=True,
-        timeout=100,
-    )
+    env = {"JAX_PLATFORMS": "cpu", "JAX_INTRANODE_TUNING": str(file)}
+    return python("-P", *arguments, cwd=file.parent, stderr=subprocess.PIPE, **env)
 
 
 def test_the_import_refuses_a_damaged_file(file: Path) -> None:

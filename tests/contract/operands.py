@@ -23,7 +23,6 @@ from contract.rows import (
     each_raised,
     inside,
     inside_raised,
-    kind,
     line,
     raised,
     row,
@@ -161,55 +160,14 @@ def weak_types_of_results(lib: Any) -> Any:
 # Dtypes.
 
 
-def by_dtype(dtype: str) -> Callable[[Any], Any]:
-    def result(lib: Any) -> Any:
-        with cases.x64("float64" if jnp.dtype(dtype).itemsize >= 8 else dtype):
-            values = small(4, 3, top=2).astype(dtype)
-            f = shmap(lambda v: (kind(lib.psum(v, "x")), lib.psum(v, "x"))[1], check_vma=True)
-            on = run(f, values)
-            return on, run(shmap(lambda v: lib.psum(v, "x"), check_vma=False), values)
-
-    result.__name__ = f"dtype_{dtype}"
-    return result
-
-
-for _dtype in cases.DTYPES:
-    row(f"`psum` of {_dtype}", ACCELERATED)(by_dtype(_dtype))
-for _dtype in ("bool", "int16", "uint16", "complex64", "complex128"):
-    row(f"`psum` of {_dtype}" + (", which becomes int32" * (_dtype == "bool")), LAX)(
-        by_dtype(_dtype)
-    )
-
-
-EXOTIC = [
-    *("int2", "uint2", "int4", "uint4", "float4_e2m1fn", "float8_e3m4", "float8_e4m3"),
-    *("float8_e4m3b11fnuz", "float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2"),
-    *("float8_e5m2fnuz", "float8_e8m0fnu"),
-]
-
-
-def by_exotic_dtype(dtype: str) -> Callable[[Any], Any]:
-    def result(lib: Any) -> Any:
-        # Ones, because some of the types have no zero.
-        values = np.ones((4, 3), np.float32)
-        f = shmap(lambda v: lib.psum(v.astype(dtype), "x").astype(jnp.float32), check_vma=False)
-        return raised(lambda: run(f, values))
-
-    result.__name__ = f"dtype_{dtype}"
-    return result
-
-
-for _dtype in EXOTIC:
-    row(f"`psum` of {_dtype}, where the platform sums it", AS_LAX)(by_exotic_dtype(_dtype))
-
-
-@row("all accelerated dtypes in one pytree", ACCELERATED)
+@row("all accelerated dtypes, in one pytree and alone", ACCELERATED)
 def parts_of_every_dtype(lib: Any) -> Any:
     def body(v: Any) -> Any:
         summed = {d: v.astype(d) for d in cases.DTYPES}
         copied = {d: v.astype(d) for d in cases.COPIED_DTYPES}
         scattered = lib.psum_scatter(summed, "x", tiled=True)
-        return scattered, lib.all_gather(copied, "x"), lib.pmean(summed, "x")
+        alone = {d: lib.psum(u, "x") for d, u in summed.items()}
+        return scattered, lib.all_gather(copied, "x"), lib.pmean(summed, "x"), alone
 
     with cases.x64("float64"):
         return inside(body)
@@ -231,22 +189,38 @@ def exchange_of_every_dtype(lib: Any) -> Any:
 @row("bool, int16, uint16, complex: summed by lax", LAX)
 def parts_of_other_dtypes(lib: Any) -> Any:
     def body(v: Any) -> Any:
-        tree = {d: v.astype(d) for d in ("int16", "uint16", "complex64")}
+        tree = {d: v.astype(d) for d in ("int16", "uint16", "complex64", "complex128")}
         scattered = lib.psum_scatter(tree, "x", tiled=True)
-        return scattered, lib.pmean({**tree, "bool": v > 1}, "x")
+        whole = {**tree, "bool": v > 1}
+        return scattered, lib.pmean(whole, "x"), {d: lib.psum(u, "x") for d, u in whole.items()}
 
-    return inside(body), types_inside(lambda v: raised(lambda: lib.psum_scatter(v > 1, "x")))
+    with cases.x64("float64"):
+        wrong = types_inside(lambda v: raised(lambda: lib.psum_scatter(v > 1, "x")))
+        return inside(body), wrong
+
+
+EXOTIC = [
+    *("int2", "uint2", "int4", "uint4", "float4_e2m1fn", "float8_e3m4", "float8_e4m3"),
+    *("float8_e4m3b11fnuz", "float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2"),
+    *("float8_e5m2fnuz", "float8_e8m0fnu"),
+]
 
 
 @row("small floats and integers (float8, int4), where the platform has them", AS_LAX)
 def parts_of_exotic_dtypes(lib: Any) -> Any:
+    def summed(dtype: str) -> Any:
+        # Ones, because some of the types have no zero.
+        f = shmap(lambda v: lib.psum(v.astype(dtype), "x").astype(jnp.float32), check_vma=False)
+        return raised(lambda: run(f, np.ones((4, 3), np.float32)))
+
     def gathered(dtype: str) -> Any:
         def body(v: Any) -> Any:
             return lib.all_gather(v.astype(dtype), "x").astype(jnp.float32)
 
         return raised(lambda: run(shmap(body, out_specs=P("x"), check_vma=False), small(8, 3)))
 
-    return [gathered(dtype) for dtype in ("float8_e4m3fn", "float8_e5m2", "int4")]
+    of_gathers = [gathered(dtype) for dtype in ("float8_e4m3fn", "float8_e5m2", "int4")]
+    return of_gathers, {dtype: summed(dtype) for dtype in EXOTIC}
 
 
 # Values that are not arrays of numbers.

@@ -3,9 +3,7 @@
 import contextlib
 import functools
 import json
-import os
 import subprocess
-import sys
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -16,6 +14,7 @@ import pytest
 from jax.extend.core import jaxpr_as_fun
 from jax.sharding import AbstractMesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+from processes import python
 
 import jax_intranode
 from contract.rows import (
@@ -225,18 +224,11 @@ def export_symbolic(lib: Any) -> Any:
 def two_processes(lib: Any) -> tuple[dict[str, Any], dict[str, Any]]:
     """The reports of two processes that run one after the other and share a cache."""
     name = "ours" if lib is jax_intranode else "lax"
-    # This process may have reserved most of the GPUs' memory.
-    env = {**os.environ, "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
     reports = []
     with tempfile.TemporaryDirectory() as folder:
         for _ in range(2):
-            done = subprocess.run(
-                [sys.executable, str(Path(__file__).with_name("second_process.py")), name, folder],
-                env=env,
-                capture_output=True,
-                text=True,
-                timeout=200,
-            )
+            second = Path(__file__).with_name("second_process.py")
+            done = python(second, name, folder, stderr=subprocess.PIPE, timeout_s=200)
             assert done.returncode == 0, f"{name}: {done.stdout}{done.stderr}"
             reports.append(json.loads(done.stdout.splitlines()[-1]))
     return reports[0], reports[1]

@@ -22,6 +22,7 @@ from devices import need_overlap, need_ranks
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 from multiprocess_ranks import run_in_ranks
+from tiers import full
 
 import jax_intranode
 from jax_intranode._src.command_line.launcher.runs import RankError
@@ -311,10 +312,10 @@ def uses_segments(killed: int | None) -> None:
 @pytest.mark.parametrize(
     ("world", "missing", "exits", "operation"),
     [
-        pytest.param(2, 1, True, "psum", marks=pytest.mark.full),
-        pytest.param(2, 1, False, "psum", marks=pytest.mark.full),
+        full(2, 1, True, "psum"),
+        full(2, 1, False, "psum"),
         (2, 0, False, "psum"),
-        pytest.param(3, 1, True, "psum", marks=pytest.mark.full),
+        full(3, 1, True, "psum"),
         (2, 1, True, "all_gather_matmul"),
         (2, 0, False, "matmul_reduce_scatter"),
         (2, 0, False, "all_gather_matmul in a kernel"),
@@ -355,7 +356,7 @@ def test_rank_that_leaves(
             assert f"ERROR:jax_intranode:{message}" in log, "not logged"
 
 
-@pytest.mark.parametrize("late", [0, pytest.param(1, marks=pytest.mark.full)])
+@pytest.mark.parametrize("late", [0, full(1)])
 def test_ranks_that_wait_are_told(ranks: Any, late: int) -> None:
     """A rank that comes late, then ranks that run different operations."""
     need_cpu("on GPUs a rank does not know what the others wait in")
@@ -430,7 +431,7 @@ def test_gpus_take_no_data_of_another_operation(
         assert lines(log, "RECORD") == [str(("mismatch", rank, other, "gpu"))], log
 
 
-@pytest.mark.parametrize("missing", [pytest.param(0, marks=pytest.mark.full), 1])
+@pytest.mark.parametrize("missing", [full(0), 1])
 def test_rank_that_never_comes(ranks: Any, missing: int) -> None:
     need_ranks(2)
     logs = ranks(misses_a_rank, 2, env=ENV, arguments=[missing])
@@ -545,9 +546,7 @@ def test_different_environments(reason_under: Callable[[str], str], name: str) -
         assert f"{name.lower()}={parsed!r}" in reason, reason
 
 
-@pytest.mark.parametrize(
-    "killed", [pytest.param(None, marks=pytest.mark.full), 1], ids=["orderly", "killed"]
-)
+@pytest.mark.parametrize("killed", [full(None), 1], ids=["orderly", "killed"])
 def test_no_segment_is_left(
     ranks: Callable[..., list[str]], tmp_path: Path, killed: int | None
 ) -> None:

@@ -12,6 +12,7 @@ from devices import need_devices
 from soak_faults import job, matrix, verdict
 from soak_faults.job import Process, Seen
 from soak_faults.matrix import Case
+from tiers import full
 
 # On machines that run other tests at the same time.
 SLACK = 6
@@ -22,9 +23,7 @@ MORE = [
 ]
 
 
-@pytest.mark.parametrize(
-    "text", [*QUICK, *(pytest.param(text, marks=pytest.mark.full) for text in MORE)]
-)
+@pytest.mark.parametrize("text", [*QUICK, *(full(text) for text in MORE)])
 def test_fault(text: str) -> None:
     case = matrix.parse(text)
     need_devices(case.world)

@@ -13,6 +13,7 @@ from cases_of_set_up import check_sum, set_up_often
 from devices import need_ranks
 from multiprocess_ranks import run_in_ranks
 from processes import free_port
+from tiers import full
 
 from jax_intranode._src.command_line.launcher.runs import RankError
 from jax_intranode._src.jax_private.distributed import key_value_client
@@ -74,7 +75,7 @@ def test_two_jobs_at_once(tmp_path: Path) -> None:
     assert failed == []
 
 
-@pytest.mark.parametrize("rank", [0, pytest.param(1, marks=pytest.mark.full)])
+@pytest.mark.parametrize("rank", [0, full(1)])
 def test_restart_after_a_crash(
     ranks: Callable[..., list[str]],
     monkeypatch: pytest.MonkeyPatch,

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 import jax
 import pytest
 from program_ranks import Outcome, Program, Started, start_all
+from tiers import quick
 
 # The promise is 10 s; the rest is for machines that run other tests, too.
 NAMED_S = 10 + 10
@@ -69,9 +70,7 @@ def said(outcome: Outcome, label: str, rank: int = 0) -> str:
     return found[0]
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=pytest.mark.full if n in FULL else ()) for n in TOLD]
-)
+@pytest.mark.parametrize("name", quick(TOLD, TOLD.keys() - FULL))
 def test_rank_0_is_told_of_rank_1(started: Started, name: str) -> None:
     outcome = started[name].result()
     words, reason, code = TOLD[name]
@@ -91,9 +90,7 @@ def test_rank_0_is_told_of_rank_1(started: Started, name: str) -> None:
     assert code is None or outcome.exit_codes[1] == code, str(outcome)
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=pytest.mark.full if n in FULL else ()) for n in DIFFERENT]
-)
+@pytest.mark.parametrize("name", quick(DIFFERENT, DIFFERENT.keys() - FULL))
 def test_ranks_that_wait_for_each_other_are_told(started: Started, name: str) -> None:
     outcome = started[name].result()
     for rank in range(DIFFERENT[name]):

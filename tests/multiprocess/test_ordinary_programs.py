@@ -5,12 +5,13 @@ What they have in common: nobody is missing, somebody is late, and the processes
 
 import re
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from processes import python
 from program_ranks import MAIN, Program, Started, start_all
+from tiers import quick
 
 SHORT = {"JAX_INTRANODE_TIMEOUT_S": "5"}
 
@@ -87,9 +88,7 @@ def started(
     yield from start_all(request, PROGRAMS, tmp_path_factory.mktemp("ordinary"))
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=pytest.mark.full if n in FULL else ()) for n in PROGRAMS]
-)
+@pytest.mark.parametrize("name", quick(PROGRAMS, PROGRAMS.keys() - FULL))
 def test_does_not_fail(started: Started, name: str) -> None:
     outcome = started[name].result()
     found = [outcome.said(rank) for rank in range(len(outcome.logs))]
@@ -107,14 +106,12 @@ def test_does_not_fail(started: Started, name: str) -> None:
 @pytest.mark.full
 def test_goes_on_after_a_restart(tmp_path: Path) -> None:
     """The second run finds nothing of the first, and ends with a step that rank 1 has not read."""
-    done = subprocess.run(
-        [
-            sys.executable, "-P", "-m", "jax_intranode", "launch", "--platform", "cpu", "-n", "2",
-            "--grace", "1", "--restarts", "1", "--timeout", "100",
-            str(MAIN), "launch", "resumes", str(tmp_path / "checkpoint"),
-        ],
-        capture_output=True, text=True, timeout=120,
-    )  # fmt: skip
+    done = python(
+        *("-P", "-m", "jax_intranode", "launch", "--platform", "cpu", "-n", "2"),
+        *("--grace", "1", "--restarts", "1", "--timeout", "100"),
+        *(MAIN, "launch", "resumes", tmp_path / "checkpoint"),
+        stderr=subprocess.PIPE,
+    )
     assert done.returncode == 0, done
     found = re.findall(r"^\[(\d)\] RESULT: (.*)$", done.stdout, re.MULTILINE)
     assert sorted(found) == [

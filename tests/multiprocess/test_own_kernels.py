@@ -20,6 +20,8 @@ import pytest
 from devices import need_devices, need_ranks
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
+from processes import python
+from tiers import full
 
 import jax_intranode as jin
 from jax_intranode._src.group import peer_buffer
@@ -92,7 +94,7 @@ def delay(x: Any, seed: int) -> Any:
 # One process.
 
 
-@pytest.mark.parametrize("n", [2, 4, pytest.param(8, marks=pytest.mark.full)])
+@pytest.mark.parametrize("n", [2, 4, full(8)])
 def test_shifts(n: int, registered: None, no_buffers: None) -> None:
     need_devices(n)
     mesh = mesh_of(n)
@@ -129,7 +131,7 @@ def test_independent_calls(registered: None, no_buffers: None) -> None:
         np.testing.assert_array_equal(f(x), wanted)
 
 
-@pytest.mark.parametrize("check_vma", [True, pytest.param(False, marks=pytest.mark.full)])
+@pytest.mark.parametrize("check_vma", [True, full(False)])
 def test_gradients(check_vma: bool, registered: None, no_buffers: None) -> None:
     need_devices(4)
     mesh = mesh_of(4)
@@ -330,10 +332,8 @@ def test_wrong_arguments_of_register(tmp_path: Path) -> None:
 
 @pytest.mark.full
 def test_example(tmp_path: Path, library: Path) -> None:
-    command = [sys.executable, EXAMPLE / "ring_shift.py", "--build", tmp_path]
-    env = {**os.environ, "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=200, env=env)
-    assert done.returncode == 0, done.stdout + done.stderr
+    done = python(EXAMPLE / "ring_shift.py", "--build", tmp_path, timeout_s=200)
+    assert done.returncode == 0, done.stdout
     assert "gradient: differs by at most 0.0e+00" in done.stdout
 
 
@@ -366,7 +366,7 @@ def run_shifts(library: str) -> None:
     print(f"RIGHT {me}")
 
 
-@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.full)])
+@pytest.mark.parametrize("world", [2, full(4)])
 def test_processes(world: int, ranks: Any, library: Path) -> None:
     need_ranks(world)
     logs = ranks(run_shifts, world, arguments=[str(library)])

@@ -24,6 +24,7 @@ from auto_programs import (
 from jax import lax
 from jax.extend.mlir import ir
 from jax.sharding import Mesh
+from tiers import full
 
 import jax_intranode
 from jax_intranode._src.health import call_sites
@@ -658,8 +659,8 @@ def layer_norm(x: Any, scale: Any) -> Any:
     [
         (rms_norm, True),
         (layer_norm, False),
-        pytest.param(rms_norm, False, marks=pytest.mark.full),
-        pytest.param(layer_norm, True, marks=pytest.mark.full),
+        full(rms_norm, False),
+        full(layer_norm, True),
     ],
 )
 def test_a_norm_behind_a_sum(norm: Any, is_divided: bool, norms_are_fused: None) -> None:

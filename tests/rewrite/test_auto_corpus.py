@@ -14,6 +14,7 @@ from typing import Any
 import jax
 import pytest
 from devices import need_devices
+from tiers import quick
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "tools"))
 import auto_corpus
@@ -39,10 +40,7 @@ def compare(build: Any, shape: int) -> None:
 
 # 6 is a gradient of a gradient with remat and scan. In 14 and 29 several shardings are possible:
 # XLA's choice depends on the order of operations, and on what loops and functions use.
-@pytest.mark.parametrize(
-    "seed",
-    [pytest.param(seed, marks=[pytest.mark.full] * (seed not in (6, 14))) for seed in range(40)],
-)
+@pytest.mark.parametrize("seed", quick(range(40), (6, 14)))
 def test_made_programs(seed: int) -> None:
     compare(auto_corpus.made_program(seed), seed)
 

@@ -15,6 +15,7 @@ from devices import need_devices
 from jax import lax
 from jax.sharding import PartitionSpec as P
 from test_rewriting import rewritten
+from tiers import full
 
 import jax_intranode
 from jax_intranode._src.ops.primitive import BY_PRIMITIVE
@@ -143,8 +144,8 @@ def test_a_length_whose_reciprocal_is_rounded(hidden: int) -> None:
     ("dtype", "rank", "check_vma"),
     [
         ("bfloat16", 2, True),
-        pytest.param("float32", 3, False, marks=pytest.mark.full),
-        pytest.param("float16", 3, True, marks=pytest.mark.full),
+        full("float32", 3, False),
+        full("float16", 3, True),
     ],
 )
 def test_a_norm_in_any_form(form: Any, dtype: str, rank: int, check_vma: bool) -> None:

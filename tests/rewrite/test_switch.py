@@ -19,6 +19,7 @@ from jax import lax
 from jax._src.interpreters import pxla  # noqa: TID251 - programs count compilations by it
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
+from tiers import full
 
 import jax_intranode
 from jax_intranode._src.jax_private import hlo
@@ -285,8 +286,8 @@ print(__name__, sys.argv[1:], helper.NAME, "custom_call @jax_intranode_psum" in 
     [
         (False, "0"),
         (True, "1"),
-        pytest.param(False, "1", marks=pytest.mark.full),
-        pytest.param(True, "0", marks=pytest.mark.full),
+        full(False, "1"),
+        full(True, "0"),
     ],
 )
 def test_run_a_script_that_nobody_edits(as_module: bool, disabled: str, tmp_path: Path) -> None:

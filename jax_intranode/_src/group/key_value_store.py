@@ -6,6 +6,7 @@ holds nothing of an earlier run. A single process needs none.
 
 import contextlib
 import json
+import logging
 import os
 import threading
 import time
@@ -15,6 +16,8 @@ from typing import Any
 from jax_intranode._src.health import failures
 from jax_intranode._src.jax_private import distributed
 from jax_intranode._src.selection import config
+
+_log = logging.getLogger("jax_intranode")
 
 # How often a process that waits looks for a verdict, and whether another one is gone.
 _LOOK_S = 0.25
@@ -98,7 +101,7 @@ class KeyValueStore(Store):
         mine = json.dumps(value)
         if self.claim(f"{stage}/{self._process}", mine) != mine:
             raise Refused(f"process {self._process} entered the rendezvous a second time")
-        values = []
+        values, report = [], Deadline(config.get().report_after_s)
         for process in self._processes:
             while (text := self.wait(f"{stage}/{process}", deadline.at_most(_LOOK_S))) is None:
                 if verdict := self.wait("verdict", Deadline(0.001)):
@@ -110,6 +113,13 @@ class KeyValueStore(Store):
                         f"process {process} did not enter the rendezvous within "
                         f"{deadline.seconds:g} s ({stage}); JAX_INTRANODE_TIMEOUT_S sets the limit"
                     )
+                if report is not None and report.passed():
+                    _log.warning(
+                        "Process %s has waited %g s for process %s, which has not entered the "
+                        "rendezvous (%s). It gives up after %g s.",
+                        *(self._process, report.seconds, process, stage, deadline.seconds),
+                    )
+                    report = None
             try:
                 values.append(json.loads(text))
             except (ValueError, RecursionError):

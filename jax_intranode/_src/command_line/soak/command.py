@@ -61,21 +61,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_mode(parser)
     add("--json", type=new_file, metavar="FILE", help="write the counts to FILE")
     add("--faults", action="store_true", help="let processes fail; needs the source tree")
-    add(
-        "--cases",
-        type=integer_from(1),
-        default=300,
-        metavar="COUNT",
-        help="how many faults (default 300)",
-    )
+    text = "how many faults (default 300)"
+    add("--cases", type=integer_from(1), default=300, metavar="COUNT", help=text)
     add("--case", metavar="CASE[,CASE...]", help="run only these faults, as --faults prints them")
-    add(
-        "--jobs",
-        type=integer_from(1),
-        default=1,
-        metavar="COUNT",
-        help="faults at the same time (default 1)",
-    )
+    text = "faults at the same time (default 1)"
+    add("--jobs", type=integer_from(1), default=1, metavar="COUNT", help=text)
     text = "multiplies the time limits of --faults, for a machine that is busy (default 1)"
     add("--slack", type=positive_number(), default=1, metavar="FACTOR", help=text)
 

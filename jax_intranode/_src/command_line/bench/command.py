@@ -58,42 +58,29 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the benchmark's options. Those that nccl-tests has too have the same names."""
     add = parser.add_argument
     positive, natural = integer_from(1), integer_from(0)
-    add(
-        "name",
-        type=_parse_name,
-        metavar="NAME",
-        help=f"what to measure: {', '.join((*OPERATIONS, *MATMULS))}; in the source tree also the "
-        "programs of tools/bench_programs",
+    text = (
+        f"what to measure: {', '.join((*OPERATIONS, *MATMULS))}; in the source tree also the "
+        "programs of tools/bench_programs"
     )
+    add("name", type=_parse_name, metavar="NAME", help=text)
     text = "smallest size in bytes (default 1K)"
     add("-b", "--minbytes", type=parse_size, default="1K", help=text)
     text = "largest size in bytes (default 16M on GPUs, 64K on CPUs)"
     add("-e", "--maxbytes", type=parse_size, help=text)
     text = "factor between two sizes (default 4)"
     add("-f", "--stepfactor", type=integer_from(2), default=4, help=text)
-    add(
-        "--shapes",
-        type=of_bench.parse_shapes,
-        metavar="M,K,N[;M,K,N...]",
-        help="shapes of a collective matmul: the product [M, K] x [K, N] that one device computes",
-    )
-    add(
-        "--preset",
-        type=names_from(of_bench.PRESETS),
-        default=[],
-        metavar="NAME[,NAME...]",
-        help=f"named lists of shapes: {', '.join(of_bench.PRESETS)} (default reference on "
-        "GPUs, tiny on CPUs)",
-    )
+    text = "shapes of a collective matmul: the product [M, K] x [K, N] that one device computes"
+    add("--shapes", type=of_bench.parse_shapes, metavar="M,K,N[;M,K,N...]", help=text)
+    names, presets = "NAME[,NAME...]", of_bench.PRESETS
+    text = f"named lists of shapes: {', '.join(presets)} (default reference on GPUs, tiny on CPUs)"
+    add("--preset", type=names_from(presets), default=[], metavar=names, help=text)
     text = "measure the backward pass of a collective matmul"
     add("--backward", action="store_true", help=text)
-    add(
-        "--plan",
-        type=_parse_plan,
-        metavar="NAME=VALUE[,NAME=VALUE...]",
-        help="force the plan of an overlapped matmul, whether or not it is the fastest. Its fields "
-        f"and their defaults: {describe_plan_fields()}",
+    text = (
+        "force the plan of an overlapped matmul, whether or not it is the fastest. Its fields "
+        f"and their defaults: {describe_plan_fields()}"
     )
+    add("--plan", type=_parse_plan, metavar="NAME=VALUE[,NAME=VALUE...]", help=text)
     text = "JAX names of dtypes, separated by commas (default bfloat16)"
     add("-d", "--datatype", type=names_from(_DTYPES), default="bfloat16", help=text)
     add("-n", "--iters", type=positive, default=20, help="timed repetitions (default 20)")
@@ -101,24 +88,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("-w", "--warmup_iters", type=natural, default=5, help=text)
     text = "time limit in seconds for each mode and each peer (default 1800)"
     add("-T", "--timeout", type=positive, default=1800, help=text)
-    add(
-        "--leaves",
-        type=positive,
-        default=1,
-        metavar="COUNT",
-        help="call the collective with a pytree of COUNT arrays; the size is that of all arrays "
-        "together (default 1)",
+    text = (
+        "call the collective with a pytree of COUNT arrays; the size is that of all arrays "
+        "together (default 1)"
     )
+    add("--leaves", type=positive, default=1, metavar="COUNT", help=text)
     text = "calls in a row in one compiled program (default 2 to 256, by platform and size)"
     add("--chain", type=positive, metavar="COUNT", help=text)
-    add(
-        "--settle",
-        type=natural,
-        metavar="MS",
-        help="run a collective matmul for MS milliseconds before each of its repetitions, until "
+    text = (
+        "run a collective matmul for MS milliseconds before each of its repetitions, until "
         "the GPU's clock has settled under sustained power draw; a program runs for one untimed "
-        "repetition unless MS is 0 (default 150 on GPUs, 0 on CPUs)",
+        "repetition unless MS is 0 (default 150 on GPUs, 0 on CPUs)"
     )
+    add("--settle", type=natural, metavar="MS", help=text)
     text = "set JAX_INTRANODE_ALGORITHM (default: as in the environment)"
     add("--algorithm", choices=config.ALGORITHMS, help=text)
     text = "switch XLA's latency-hiding scheduler on or off (default: XLA's default)"
@@ -126,14 +108,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_mode(parser)
     add("--devices", type=positive, help="number of devices (default all GPUs, or 2 CPU devices)")
     add_platform(parser)
-    add(
-        "--peers",
-        type=_parse_peers,
-        default=[],
-        metavar="NAME[,NAME...]",
-        help="other libraries to measure too: torch, nccl-tests, or all (default none); needs the "
-        "source tree",
+    text = (
+        "other libraries to measure too: torch, nccl-tests, or all (default none); needs the "
+        "source tree"
     )
+    add("--peers", type=_parse_peers, default=[], metavar=names, help=text)
     add("--json", type=new_file, metavar="FILE", help="write the results to FILE")
     text = "plot the results; needs matplotlib and the source tree"
     add("--plot", type=new_file, metavar="FILE.png", help=text)

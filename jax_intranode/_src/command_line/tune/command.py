@@ -66,21 +66,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add("--devices", type=integer_from(2), help=text)
     add_mode(parser)
-    add(
-        "--operations",
-        type=names_from(OPERATIONS),
-        default=list(OPERATIONS),
-        metavar="NAME[,NAME...]",
-        help=f"the collectives and norms to measure (default {','.join(OPERATIONS)})",
-    )
+    names, every = "NAME[,NAME...]", list(OPERATIONS)
+    text = f"the collectives and norms to measure (default {','.join(OPERATIONS)})"
+    add("--operations", type=names_from(OPERATIONS), default=every, metavar=names, help=text)
     add("--no-matmuls", action="store_true", help="do not measure the overlap model's constants")
     add("--probe", type=Path, metavar="FILE", help="a compiled tools/fused_probe.cu")
-    add(
-        "--compare",
-        action="store_true",
-        help="print the plans of bench's reference shapes by today's and by the measured "
-        "constants, and time those that differ",
+    text = (
+        "print the plans of bench's reference shapes by today's and by the measured constants, "
+        "and time those that differ"
     )
+    add("--compare", action="store_true", help=text)
     text = "print the overlap model's constants as source for overlap/profiles.py"
     add("--print-profile", action="store_true", help=text)
 

@@ -73,8 +73,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add("--grace", type=positive_number(), default=5.0, metavar="S", help=text)
     run_command.add_script(
-        parser,
-        "a Python file, or with -m a module; `run SCRIPT` and `run -m MODULE` accelerate it",
+        parser, "a Python file, or with -m a module; `run SCRIPT` and `run -m MODULE` accelerate it"
     )
 
 
@@ -168,11 +167,7 @@ class _Launch:
         return end_of_all or self._report(job, outputs)
 
     def _watch(
-        self,
-        job: Job,
-        streams: list[Stream],
-        received: list[signal.Signals],
-        deadline: float,
+        self, job: Job, streams: list[Stream], received: list[signal.Signals], deadline: float
     ) -> _End | None:
         """Waits until all have ended, or have been asked to and have had the time for it.
 

@@ -1,6 +1,7 @@
 """The selection, a pure function, over its whole table."""
 
 import dataclasses
+import functools
 import itertools
 
 import numpy as np
@@ -25,11 +26,9 @@ ELEMENT_BYTES = {
     **{d: np.dtype(d).itemsize for d in definitions.DTYPES if d != "bfloat16"},
 }
 BARE = ("float32", "bfloat16", "float16")
-# Packets and the size of an element decide: the quick tier has one dtype of each kind.
-EVERY_DTYPE = pytest.mark.parametrize(
-    "dtype",
-    quick(definitions.DTYPES, ("float32", "bfloat16", "float64", "int8", "int32")),
-)
+# Packets and the size of an element decide: these are one dtype of each kind.
+KINDS = ("float32", "bfloat16", "float64", "int8", "int32")
+EVERY_DTYPE = pytest.mark.parametrize("dtype", quick(definitions.DTYPES, KINDS))
 
 # xla_ffi/kernels/group.h and rendezvous.py.
 _HEADER_BYTES, _PROBE_BYTES, _REGIONS = 64 << 10, 64 << 10, 8
@@ -69,6 +68,7 @@ def needed(algorithm: str, nbytes: int, dtype: str, world: int, segments: int = 
     return 2 * (world - 1) * max(1, (packs + world - 1) // world) * packet
 
 
+@functools.cache
 def sizes(dtype: str) -> list[int]:
     """Sizes of whole elements: small ones, those at the edges of the table, and beyond it."""
     element = ELEMENT_BYTES[dtype]
@@ -122,7 +122,7 @@ def test_algorithms_follow_each_other_as_sizes_grow(
 @pytest.mark.parametrize("setup", SETUPS, ids="-".join)
 def test_default_slab_holds_the_whole_table(setup: tuple[str, str]) -> None:
     """Sizes stop where lax is faster, not where the slab is too small."""
-    for operation, world, dtype in itertools.product(OPERATIONS, WORLDS, definitions.DTYPES):
+    for operation, world, dtype in itertools.product(OPERATIONS, WORLDS, KINDS):
         for nbytes in sizes(dtype):
             reason = choose(setup, world, nbytes, dtype, operation).reason
             assert "JAX_INTRANODE_SLAB_MIB" not in reason
@@ -145,7 +145,7 @@ def test_the_limit_that_a_reason_names_is_the_limit() -> None:
 @pytest.mark.parametrize("setup", SETUPS, ids="-".join)
 def test_forced_algorithm_runs_wherever_it_fits(setup: tuple[str, str], algorithm: str) -> None:
     most = epoch_buffer_bytes(setup[0])
-    for world, dtype in itertools.product(WORLDS, definitions.DTYPES):
+    for world, dtype in itertools.product(WORLDS, KINDS):
         for nbytes in sizes(dtype):
             chosen = choose(setup, world, nbytes, dtype, algorithm=algorithm)
             whole = needed(algorithm, nbytes, dtype, world) <= most

@@ -23,8 +23,13 @@ from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
 import jax_intranode
-from jax_intranode._src.command_line import rank
-from jax_intranode._src.command_line.options import PROGRAM, Failed, Parser, WrongInput
+from jax_intranode._src.command_line.options import (
+    PROGRAM,
+    Failed,
+    Parser,
+    WrongInput,
+    rank_on_this_node,
+)
 
 
 class Command(NamedTuple):
@@ -165,7 +170,7 @@ def _run(argv: Sequence[str]) -> int:
     module = _module(command)
     try:
         arguments = _command_parser(command, module).parse_args(options.arguments)
-        if command.starts_ranks and rank.of_this_process() > 0:
+        if command.starts_ranks and rank_on_this_node() > 0:
             return 0
         return int(module.run(arguments))
     except WrongInput as error:

@@ -133,16 +133,15 @@ def test_a_rank_takes_the_gpu_of_its_number_or_those_chosen_for_it(
     for name, value in rank_env(1, 2, 1234, chosen).items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(sys, "excepthook", sys.excepthook)  # Restores what connect changes.
-    calls: list[tuple[tuple[object, ...], dict[str, object]]] = []
-    monkeypatch.setattr(
-        jax.distributed, "initialize", lambda *args, **kwargs: calls.append((args, kwargs))
-    )
+    calls: list[dict[str, object]] = []
+    monkeypatch.setattr(jax.distributed, "initialize", lambda **kwargs: calls.append(kwargs))
 
     assert connect("gpu") == 1
 
-    ((args, kwargs),) = calls
-    assert args == ("127.0.0.1:1234", 2, 1)
-    assert kwargs["local_device_ids"] == expected
+    (given,) = calls
+    assert given["coordinator_address"] == given["coordinator_bind_address"] == "127.0.0.1:1234"
+    assert (given["num_processes"], given["process_id"]) == (2, 1)
+    assert given["local_device_ids"] == expected
 
 
 # Where the service of the processes listens.

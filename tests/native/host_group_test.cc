@@ -31,6 +31,7 @@
 #include <thread>
 #include <vector>
 
+#include "tests/native/kernel_of.h"
 #include "tests/native/test_monitor.h"
 #include "xla_ffi/ffi/site_numbers.h"
 #include "xla_ffi/health/call_sites.h"
@@ -39,10 +40,6 @@ namespace jin = jax_intranode;
 
 namespace {
 
-// The algorithms that run on the CPU.
-constexpr jin::Algorithm kCollectives[] = {jin::Algorithm::kOneShot, jin::Algorithm::kTwoShot,
-                                           jin::Algorithm::kReduceScatter,
-                                           jin::Algorithm::kAllGather, jin::Algorithm::kAllToAll};
 constexpr int kSites = 12;
 constexpr int kThreads = 2;
 constexpr size_t kMaxBytes = 3000;
@@ -64,67 +61,17 @@ void Require(bool condition, const std::string& what) {
   if (!condition) Wrong(what);
 }
 
-// The regions of n ranks, zeroed and armed, in which the next operation has a given epoch.
-class Regions {
- public:
-  explicit Regions(int ranks, uint32_t epoch = 0) : memory_(ranks) {
-    for (auto& m : memory_) {
-      m.resize(jin::kHeaderBytes + 2 * kEpochBufferBytes + 64);
-      memset(Aligned(m) + jin::kHeaderBytes, 0xFF, 2 * kEpochBufferBytes);
-      reinterpret_cast<jin::RegionHeader*>(Aligned(m))->epoch[0] = epoch;
+// Quads of the even and of the odd ranks; an even rank's relay is the next one.
+std::vector<jin::Links> MeshOf(int n) {
+  std::vector<jin::Links> links;
+  for (int r = 0; r < n && on_mesh; ++r) {
+    links.push_back({0, r ^ 1});
+    for (int p = 0; p < n; ++p) {
+      if (p != r && (p % 2 == r % 2 || p == (r ^ 1))) links[r].peers |= 1u << p;
     }
   }
-
-  // The groups of `processes` processes, each of which has a contiguous part of the ranks.
-  std::vector<std::shared_ptr<jin::HostGroup>> Groups(int processes,
-                                                      std::chrono::nanoseconds timeout) {
-    const int n = static_cast<int>(memory_.size());
-    jin::Group layout{};
-    for (int r = 0; r < n; ++r) layout.region[r] = Aligned(memory_[r]);
-    layout.epoch_buffer_bytes = kEpochBufferBytes;
-    layout.size = n;
-    std::vector<int64_t> ids;
-    for (int r = 0; r < n; ++r) ids.push_back(10 + r);
-    std::vector<std::shared_ptr<jin::HostGroup>> groups;
-    for (int p = 0; p < processes; ++p) {
-      std::vector<int> local;
-      for (int r = 0; r < n; ++r) {
-        if (r * processes / n == p) local.push_back(r);
-      }
-      groups.push_back(
-          std::make_shared<jin::HostGroup>(layout, local, ids, timeout, nullptr, Links(n)));
-    }
-    return groups;
-  }
-
-  // Quads of the even and of the odd ranks; an even rank's relay is the next one.
-  static std::vector<jin::Links> Links(int n) {
-    std::vector<jin::Links> links;
-    for (int r = 0; r < n && on_mesh; ++r) {
-      links.push_back({0, r ^ 1});
-      for (int p = 0; p < n; ++p) {
-        if (p != r && (p % 2 == r % 2 || p == (r ^ 1))) links[r].peers |= 1u << p;
-      }
-    }
-    return links;
-  }
-
-  size_t BytesLeft() const {
-    size_t left = 0;
-    for (const auto& m : memory_) {
-      const char* epoch_buffers = Aligned(const_cast<std::vector<char>&>(m)) + jin::kHeaderBytes;
-      for (size_t i = 0; i < 2 * kEpochBufferBytes; ++i)
-        left += epoch_buffers[i] != static_cast<char>(0xFF);
-    }
-    return left;
-  }
-
- private:
-  static char* Aligned(std::vector<char>& m) {
-    return reinterpret_cast<char*>((reinterpret_cast<uintptr_t>(m.data()) + 63) & ~uintptr_t{63});
-  }
-  std::vector<std::vector<char>> memory_;
-};
+  return links;
+}
 
 // The call at a site in a round: the same on all ranks.
 struct Plan {
@@ -136,7 +83,7 @@ struct Plan {
     std::mt19937 random(round * 1000 + site);
     for (int k = 0; k < 8; ++k) random();
     const auto type = static_cast<jin::ElementType>(random() % 7);
-    jin::Algorithm algorithm = kCollectives[random() % std::size(kCollectives)];
+    jin::Algorithm algorithm = jin::kCollectives[random() % std::size(jin::kCollectives)];
     if (on_mesh) algorithm = jin::Algorithm::kHybridCubeMesh;
     // Small ones and large ones: a large one is still on its way when a small one begins.
     const size_t bytes = random() % 2 == 0 ? 1 + random() % 60 : 1 + random() % kMaxBytes;
@@ -263,8 +210,8 @@ std::string AwaitByProgress(jin::HostGroup& group, jin::Ticket& ticket) {
 }
 
 void Sound(int ranks, int processes, int rounds) {
-  Regions regions(ranks, 0u - rounds * kSites / 2);
-  const auto groups = regions.Groups(processes, kNever);
+  const jin::Regions regions(ranks, kEpochBufferBytes, 0u - rounds * kSites / 2);
+  const auto groups = jin::GroupsOf(regions, processes, kNever, MeshOf(ranks));
   std::atomic<long> checked{0};
   std::vector<std::thread> threads;
   std::vector<std::unique_ptr<std::barrier<>>> barriers;
@@ -332,40 +279,19 @@ void Sound(int ranks, int processes, int rounds) {
          checked.load());
 }
 
-// Bytes at an address that is `shift` after a multiple of 16, between guard bytes.
-class Guarded {
- public:
-  Guarded(const std::vector<char>& bytes, size_t shift)
-      : size_(bytes.size()), memory_(bytes.size() + 2 * kGuardBytes + 32, kGuard) {
-    const auto begin = reinterpret_cast<uintptr_t>(memory_.data()) + kGuardBytes;
-    offset_ = kGuardBytes + (16 - begin % 16) % 16 + shift;
-    std::copy(bytes.begin(), bytes.end(), data());
-  }
-  char* data() { return memory_.data() + offset_; }
-  // Whether the bytes are these and the guards are whole.
-  bool Holds(const std::vector<char>& bytes) const {
-    for (size_t i = 0; i < memory_.size(); ++i) {
-      const bool inside = i >= offset_ && i < offset_ + size_;
-      if (memory_[i] != (inside ? bytes[i - offset_] : kGuard)) return false;
-    }
-    return true;
-  }
-
- private:
-  static constexpr size_t kGuardBytes = 32;
-  static constexpr char kGuard = 0x5A;
-  size_t size_, offset_;
-  std::vector<char> memory_;
-};
+// Whether the bytes are these and the guards are whole.
+bool Holds(const jin::Guarded& found, const std::vector<char>& bytes) {
+  return found.Hit() == 0 && memcmp(found.data(), bytes.data(), bytes.size()) == 0;
+}
 
 void Guards(int ranks) {
-  Regions regions(ranks);
-  const auto groups = regions.Groups(1, kNever);
+  const jin::Regions regions(ranks, kEpochBufferBytes);
+  const auto groups = jin::GroupsOf(regions, 1, kNever);
   jin::HostGroup& group = *groups.front();
   int calls = 0;
-  constexpr int kAlgorithms = std::size(kCollectives);
+  constexpr int kAlgorithms = std::size(jin::kCollectives);
   for (int number = 0; number < 7 * kAlgorithms; ++number) {
-    jin::HostGroup::Operation operation{kCollectives[number % kAlgorithms],
+    jin::HostGroup::Operation operation{jin::kCollectives[number % kAlgorithms],
                                         static_cast<jin::ElementType>(number / kAlgorithms)};
     const size_t item = jin::ItemBytes(operation.type);
     for (size_t items = 1; items * item <= 70; ++items) {
@@ -373,19 +299,20 @@ void Guards(int ranks) {
         operation.segments = items % 3 == 0 ? 1 : 2 * (items % 3);
       const Plan plan{operation, items, 1};
       for (size_t shift = 0; shift < 16; ++shift, ++calls) {
-        std::vector<Guarded> inputs, outputs;
+        std::vector<jin::Guarded> inputs, outputs;
         std::vector<std::shared_ptr<jin::Ticket>> tickets;
         for (int r = 0; r < ranks; ++r) {
-          inputs.emplace_back(Input(plan, ranks, r, calls, 0), calls % 2 == 0 ? shift : 0);
-          const size_t bytes = plan.bytes() * jin::OutputShards(operation.algorithm, ranks);
-          outputs.emplace_back(std::vector<char>(bytes, 'x'), shift);
+          const std::vector<char> input = Input(plan, ranks, r, calls, 0);
+          inputs.emplace_back(input.size(), calls % 2 == 0 ? shift : 0);
+          std::copy(input.begin(), input.end(), inputs[r].data());
+          outputs.emplace_back(plan.bytes() * jin::OutputShards(operation.algorithm, ranks), shift);
           tickets.push_back(group.Arrive(r, Identity(number), operation,
                                          plan.Cut(inputs[r].data(), outputs[r].data())));
         }
         for (int r = 0; r < ranks; ++r) {
           const std::string error = AwaitByProgress(group, *tickets[r]);
-          Require(error.empty() && inputs[r].Holds(Input(plan, ranks, r, calls, 0)) &&
-                      outputs[r].Holds(Expected(plan, ranks, r, calls, 0)),
+          Require(error.empty() && Holds(inputs[r], Input(plan, ranks, r, calls, 0)) &&
+                      Holds(outputs[r], Expected(plan, ranks, r, calls, 0)),
                   std::string(jin::AlgorithmName(operation.algorithm)) + ", type " +
                       std::to_string(number / kAlgorithms) + ", " + std::to_string(items) +
                       " items, shift " + std::to_string(shift) + ": " + error);
@@ -421,8 +348,8 @@ void RequireText(const std::string& text, std::initializer_list<const char*> par
 // `arriving` ranks arrive at a call of `ranks` in `processes`; the error must name `missing`.
 void Deadline(int ranks, int processes, std::vector<int> arriving, int waiter, const char* waiting,
               const char* missing) {
-  Regions regions(ranks);
-  const auto groups = regions.Groups(processes, std::chrono::milliseconds(300));
+  const jin::Regions regions(ranks, kEpochBufferBytes);
+  const auto groups = jin::GroupsOf(regions, processes, std::chrono::milliseconds(300));
   const jin::TestMonitor monitor(groups);
   auto group_of = [&](int rank) -> jin::HostGroup& { return *groups[rank * processes / ranks]; };
   // A call at which all ranks arrive works.
@@ -456,8 +383,8 @@ void Deadline(int ranks, int processes, std::vector<int> arriving, int waiter, c
 template <class End>
 std::string AmidSegments(std::chrono::milliseconds timeout, std::chrono::milliseconds pause,
                          End&& end) {
-  Regions regions(2);
-  const auto groups = regions.Groups(2, timeout);
+  const jin::Regions regions(2, kEpochBufferBytes);
+  const auto groups = jin::GroupsOf(regions, 2, timeout);
   const jin::TestMonitor monitor({groups[0]});
   const jin::HostGroup::Operation operation{jin::Algorithm::kTwoShot, jin::ElementType::kF32, 16};
   std::vector<float> data[2] = {std::vector<float>(1000, 1), std::vector<float>(1000, 1)};
@@ -528,8 +455,8 @@ void Deadlines() {
 
 // Two ranks wait in different calls. Both are told so: first by a report, then by an error.
 void Mismatch(int processes) {
-  Regions regions(2);
-  const auto groups = regions.Groups(processes, std::chrono::milliseconds(600));
+  const jin::Regions regions(2, kEpochBufferBytes);
+  const auto groups = jin::GroupsOf(regions, processes, std::chrono::milliseconds(600));
   auto group_of = [&](int rank) -> jin::HostGroup& { return *groups[rank * processes / 2]; };
   jin::TestMonitor monitor(groups, std::chrono::milliseconds(200));
   for (int round = 0; round < 2; ++round) {
@@ -583,8 +510,8 @@ void Mismatches() {
   Mismatch(2);
   {
     // Calls that both ranks make, in another order, are no mismatch: rank 1 is late in the first.
-    Regions regions(2);
-    const auto groups = regions.Groups(2, std::chrono::milliseconds(300));
+    const jin::Regions regions(2, kEpochBufferBytes);
+    const auto groups = jin::GroupsOf(regions, 2, std::chrono::milliseconds(300));
     const jin::TestMonitor monitor(groups);
     ArriveWith(*groups[0], 0, 0);
     const auto waiting = ArriveWith(*groups[0], 0, 1);
@@ -600,8 +527,8 @@ void Mismatches() {
 void Fails() {
   {
     // A call that waits, and one that comes later.
-    Regions regions(2);
-    const auto groups = regions.Groups(2, kNever);
+    const jin::Regions regions(2, kEpochBufferBytes);
+    const auto groups = jin::GroupsOf(regions, 2, kNever);
     const auto waiting = ArriveWith(*groups[0], 0, 0);
     Require(!waiting->Done(), "done without its peer");
     groups[0]->KeepMoving();
@@ -615,8 +542,8 @@ void Fails() {
   }
   // While ranks arrive: every ticket is completed, by a result or by the error.
   for (int attempt = 0; attempt < 20; ++attempt) {
-    Regions regions(4);
-    const auto groups = regions.Groups(2, kNever);
+    const jin::Regions regions(4, kEpochBufferBytes);
+    const auto groups = jin::GroupsOf(regions, 2, kNever);
     std::atomic<bool> go{false};
     std::atomic<int> completed{0};
     std::vector<std::thread> threads;

@@ -51,53 +51,28 @@ void CountWrong() {
   ++wrong;
 }
 
-struct Aligned {
-  alignas(64) char bytes[64];
-};
-struct Memory {
-  explicit Memory(size_t bytes) : lines(bytes / 64) {}
-  char* at() { return lines[0].bytes; }
-  std::vector<Aligned> lines;
-};
-
 // The memory of all ranks, and the groups.
 struct World {
-  World(int processes, std::chrono::nanoseconds timeout) {
-    jin::Group layout{};
-    for (int r = 0; r < ranks; ++r) {
-      regions.emplace_back(jin::kHeaderBytes + 2 * kEpochBufferBytes);
-      buffers.emplace_back(peer::kHeaderBytes + kDataBytes);
-    }
-    std::vector<int64_t> ids;
-    for (int r = 0; r < ranks; ++r) {
-      layout.region[r] = regions[r].at();
-      memset(regions[r].at(), 0, jin::kHeaderBytes);
-      memset(regions[r].at() + jin::kHeaderBytes, 0xFF, 2 * kEpochBufferBytes);
-      memset(buffers[r].at(), 0, peer::kHeaderBytes + kDataBytes);
-      ids.push_back(r);
-    }
-    layout.epoch_buffer_bytes = kEpochBufferBytes;
-    layout.size = ranks;
-    for (int p = 0; p < processes; ++p) {
-      std::vector<int> local;
-      for (int r = 0; r < ranks; ++r) {
-        if (r * processes / ranks == p) local.push_back(r);
-      }
-      auto group = std::make_shared<jin::HostGroup>(layout, local, ids, timeout, nullptr);
-      for (size_t i = 0; i < local.size(); ++i) group_of.push_back(group);
-    }
+  World(int processes, std::chrono::nanoseconds timeout) : regions(ranks, kEpochBufferBytes) {
+    buffers.resize(ranks);
+    const auto groups = jin::GroupsOf(regions, processes, timeout);
+    for (int r = 0; r < ranks; ++r) group_of.push_back(groups[r * processes / ranks]);
   }
 
   peer::Peers PeersOf(int rank) {
     peer::Peers p{};
-    for (int r = 0; r < ranks; ++r) p.memory[r] = buffers[r].at();
+    for (int r = 0; r < ranks; ++r) p.memory[r] = buffers[r].bytes;
     p.bytes = kDataBytes;
     p.rank = rank;
     p.size = ranks;
     return p;
   }
 
-  std::vector<Memory> regions, buffers;
+  struct alignas(64) Buffer {
+    char bytes[peer::kHeaderBytes + kDataBytes] = {};
+  };
+  const jin::Regions regions;
+  std::vector<Buffer> buffers;
   std::vector<std::shared_ptr<jin::HostGroup>> group_of;  // by rank
 };
 
@@ -250,7 +225,7 @@ int RunCalls(int processes) {
   }
   for (std::thread& thread : threads) thread.join();
   for (int r = 0; r < ranks; ++r) {
-    const char* data = world.buffers[r].at() + peer::kHeaderBytes;
+    const char* data = world.buffers[r].bytes + peer::kHeaderBytes;
     const size_t packets = kMostPackets * 32;
     for (size_t half = 0; half < 2; ++half) {
       for (size_t i = 0; i < packets; ++i) wrong += data[half * kDataBytes / 2 + i] != 0;
@@ -282,7 +257,7 @@ int RunStop() {
     counter.Add(error);
   });
   const std::string error = counter.Await(1);
-  const std::string expected = "shift timed out after 0.1 s: rank 0 (device 0) waited for rank 1";
+  const std::string expected = "shift timed out after 0.1 s: rank 0 (device 10) waited for rank 1";
   if (error.find(expected) == std::string::npos) {
     printf("wrong error: %s\n", error.c_str());
     return 1;

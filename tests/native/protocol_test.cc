@@ -32,14 +32,13 @@
 #include <thread>
 #include <vector>
 
+#include "tests/native/kernel_of.h"
 #include "tests/native/protocol_thread.h"
+#include "tests/native/regions.h"
 #include "xla_ffi/ffi/members.h"
-#include "xla_ffi/kernels/hybrid_cube_mesh.h"
 #include "xla_ffi/kernels/norm_protocol.h"
-#include "xla_ffi/kernels/one_hop.h"
 #include "xla_ffi/kernels/same_operation.h"
 #include "xla_ffi/kernels/segments.h"
-#include "xla_ffi/kernels/two_shot.h"
 
 namespace jin = jax_intranode;
 
@@ -50,21 +49,11 @@ using namespace protocol_test;
 constexpr int kMaxBlocksHere = 3;
 constexpr size_t kMaxBytes = 1500;
 constexpr size_t kEpochBufferBytes = 64 << 10;
-constexpr size_t kGuardBytes = 32;
-constexpr char kGuard = 0x5A;
 
-enum class Kind {
-  kOneShot,
-  kTwoShot,
-  kReduceScatter,
-  kAllGather,
-  kAllToAll,
-  kOneShotNorm,
-  kTwoShotNorm,
-  kReduceScatterNorm,
-  kHybridCubeMesh
-};
-constexpr int kKinds = 8;  // of operations that run on one group
+// Algorithms whose rows are normalized.
+constexpr jin::Algorithm kNorms[] = {jin::Algorithm::kOneShotRmsNorm,
+                                     jin::Algorithm::kTwoShotRmsNorm,
+                                     jin::Algorithm::kReduceScatterRmsNorm};
 
 // The ranks' links in a hybrid cube mesh: quads of the first and of the last ranks, then shuffled.
 std::vector<jin::Links> CubeMesh(int ranks) {
@@ -84,7 +73,7 @@ std::vector<jin::Links> CubeMesh(int ranks) {
 }
 
 struct Plan {
-  Kind kind;
+  jin::Algorithm algorithm;
   bool floating;
   size_t bytes;
   int blocks;
@@ -95,28 +84,11 @@ struct Plan {
 
   bool in_place = false;  // the result is the input
 
-  jin::Algorithm algorithm() const {
-    switch (kind) {
-      case Kind::kAllToAll:
-        return jin::Algorithm::kAllToAll;
-      case Kind::kOneShotNorm:
-        return jin::Algorithm::kOneShotRmsNorm;
-      case Kind::kTwoShotNorm:
-        return jin::Algorithm::kTwoShotRmsNorm;
-      case Kind::kReduceScatterNorm:
-        return jin::Algorithm::kReduceScatterRmsNorm;
-      case Kind::kHybridCubeMesh:
-        return jin::Algorithm::kHybridCubeMesh;
-      default:
-        return static_cast<jin::Algorithm>(kind);
-    }
-  }
-
   // Words of the input and of the output of each rank.
-  size_t In(int ranks) const { return bytes / 4 * jin::InputShards(algorithm(), ranks); }
+  size_t In(int ranks) const { return bytes / 4 * jin::InputShards(algorithm, ranks); }
   // A norm has two results: the new residual and the normalized rows.
   size_t Out(int ranks) const {
-    return bytes / 4 * (hidden > 0 ? 2 : jin::OutputShards(algorithm(), ranks));
+    return bytes / 4 * (hidden > 0 ? 2 : jin::OutputShards(algorithm, ranks));
   }
 };
 
@@ -133,7 +105,7 @@ struct ShortSegments : jin::InSegments<Call> {
 template <class Body, class Call>
 bool RunBody(HostThread& t, const TestGroup& g, const Call& call, const Plan& plan) {
   if (plan.segments == 1) return jin::RunOperation<Body>(t, g, call);
-  const size_t packs = jin::SegmentPacks(plan.algorithm(), call.Packs(), g.size, plan.segments);
+  const size_t packs = jin::SegmentPacks(plan.algorithm, call.Packs(), g.size, plan.segments);
   if (!g.short_segment)
     return jin::RunOperation<Body>(t, g, jin::InSegments<Call>{call, packs, plan.segments});
   const uint32_t first = jin::Begin(t, g);
@@ -144,33 +116,20 @@ bool RunBody(HostThread& t, const TestGroup& g, const Call& call, const Plan& pl
   return true;
 }
 
-template <class Type, class Packets>
-bool RunAs(HostThread& t, const TestGroup& g, const jin::Buffers& call, const Plan& plan) {
-  if (plan.kind == Kind::kHybridCubeMesh) {
-    return jin::RunOperation<jin::HybridCubeMesh<Type, 0, Packets>>(t, g, call);
-  }
-  return plan.kind == Kind::kTwoShot ? RunBody<jin::TwoShot<Type, 0, Packets>>(t, g, call, plan)
-                                     : RunBody<jin::OneShot<Type, 0, Packets>>(t, g, call, plan);
-}
-
 template <class Type, int N, class Packets, class Call>
 bool RunKernel(HostThread& t, const TestGroup& g, const Call& call, const Plan& plan) {
-  switch (plan.kind) {
-    case Kind::kOneShot:
-      return RunBody<jin::OneShot<Type, N, Packets>>(t, g, call, plan);
-    case Kind::kTwoShot:
-      return RunBody<jin::TwoShot<Type, N, Packets>>(t, g, call, plan);
-    case Kind::kReduceScatter:
-      return RunBody<jin::ReduceScatter<Type, N, Packets>>(t, g, call, plan);
-    case Kind::kAllGather:
-      return RunBody<jin::AllGather<Type, N, Packets>>(t, g, call, plan);
-    case Kind::kAllToAll:
-      return RunBody<jin::AllToAll<Type, N, Packets>>(t, g, call, plan);
-    case Kind::kHybridCubeMesh:
-      return jin::RunOperation<jin::HybridCubeMesh<Type, 0, Packets>>(t, g, call);
-    default:
-      return false;  // RunNorm
-  }
+  return jin::WithKernel<Type, N, Packets>(plan.algorithm, [&](auto body) {
+    return RunBody<typename decltype(body)::type>(t, g, call, plan);
+  });
+}
+
+template <class Type, class Packets>
+bool RunAs(HostThread& t, const TestGroup& g, const jin::Buffers& call, const Plan& plan) {
+  return plan.algorithm == jin::Algorithm::kOneShot
+             ? RunBody<jin::OneShot<Type, 0, Packets>>(t, g, call, plan)
+         : plan.algorithm == jin::Algorithm::kTwoShot
+             ? RunBody<jin::TwoShot<Type, 0, Packets>>(t, g, call, plan)
+             : RunBody<jin::HybridCubeMesh<Type, 0, Packets>>(t, g, call, plan);
 }
 
 template <class Type, class Packets>
@@ -200,22 +159,23 @@ bool RunNorm(HostThread& t, const TestGroup& g, const jin::Buffer& whole, const 
   std::vector<float> weight;
   for (size_t i = 0; i < plan.hidden; ++i) weight.push_back(Weight(i));
   char* const out = static_cast<char*>(whole.out);
-  const jin::NormCall call{.x = whole.in,
-                           .residual = residual.data(),
-                           .weight = weight.data(),
-                           .bias = nullptr,
-                           .normed = out + plan.bytes,
-                           .new_residual = out,
-                           .shard_bytes = plan.kind == Kind::kReduceScatterNorm ? plan.bytes : 0,
-                           .rows = plan.bytes / 4 / plan.hidden,
-                           .hidden = plan.hidden,
-                           .eps = 1,
-                           .weight_offset = 0,
-                           .algorithm = plan.algorithm(),
-                           .protocol = jin::NormProtocolOf(plan.algorithm()),
-                           .layer_norm = false,
-                           .float32_parameters = true,
-                           .aligned = false};
+  const jin::NormCall call{
+      .x = whole.in,
+      .residual = residual.data(),
+      .weight = weight.data(),
+      .bias = nullptr,
+      .normed = out + plan.bytes,
+      .new_residual = out,
+      .shard_bytes = plan.algorithm == jin::Algorithm::kReduceScatterRmsNorm ? plan.bytes : 0,
+      .rows = plan.bytes / 4 / plan.hidden,
+      .hidden = plan.hidden,
+      .eps = 1,
+      .weight_offset = 0,
+      .algorithm = plan.algorithm,
+      .protocol = jin::NormProtocolOf(plan.algorithm),
+      .layer_norm = false,
+      .float32_parameters = true,
+      .aligned = false};
   using Packets = MaybeBroken<jin::BarePackets>;
   return g.size == 2 ? jin::Norm<jin::F32, 2, false, Packets>::Run(t, g, call)
                      : jin::Norm<jin::F32, 0, false, Packets>::Run(t, g, call);
@@ -225,7 +185,8 @@ bool RunPlan(HostThread& t, const TestGroup& g, const jin::Buffer& whole, const 
   if (plan.hidden > 0) return RunNorm(t, g, whole, plan);
   if (plan.buffers == 1) {
     // Ranks may use different kinds of buffers.
-    const size_t multiple = (plan.kind == Kind::kTwoShot ? g.size : 1) * plan.segments;
+    const size_t multiple =
+        (plan.algorithm == jin::Algorithm::kTwoShot ? g.size : 1) * plan.segments;
     if (g.rank % 2 == 0 && jin::AlignedBuffer::Is(whole, multiple)) {
       return RunCall(t, g, jin::AlignedBuffer{whole.in, whole.out, whole.bytes}, plan);
     }
@@ -265,41 +226,18 @@ uint32_t Sum(int ranks, int call, size_t i, bool floating) {
   return integer;
 }
 
-// A rank's result of a call, between guard bytes.
-class Result {
- public:
-  Result(size_t bytes, size_t shift)
-      : bytes_(bytes), memory_(bytes + 2 * kGuardBytes + 32, kGuard) {
-    const auto begin = reinterpret_cast<uintptr_t>(memory_.data()) + kGuardBytes;
-    offset_ = kGuardBytes + (16 - begin % 16) % 16 + shift;
-  }
-  char* data() { return memory_.data() + offset_; }
-  size_t words() const { return bytes_ / 4; }
-  uint32_t Word(size_t i) const {
-    uint32_t word;
-    memcpy(&word, memory_.data() + offset_ + 4 * i, 4);
-    return word;
-  }
-  // The number of guard bytes that were overwritten.
-  long Hit() const {
-    long hit = 0;
-    for (size_t i = 0; i < memory_.size(); ++i) {
-      hit += (i < offset_ || i >= offset_ + bytes_) && memory_[i] != kGuard;
-    }
-    return hit;
-  }
-
- private:
-  size_t bytes_, offset_;
-  std::vector<char> memory_;
-};
+uint32_t WordAt(const char* words, size_t i) {
+  uint32_t word;
+  memcpy(&word, words + 4 * i, 4);
+  return word;
+}
 
 // Word i of a rank's output.
 uint32_t Expected(const Plan& plan, int ranks, int rank, int call, size_t i) {
   const size_t shard = plan.bytes / 4;
-  const bool part = jin::InputShards(plan.algorithm(), ranks) > 1;
+  const bool part = jin::InputShards(plan.algorithm, ranks) > 1;
   const size_t in = (part ? rank * shard : 0) + i % shard;
-  if (jin::OnlyCopies(plan.algorithm())) {
+  if (jin::OnlyCopies(plan.algorithm)) {
     return Value(static_cast<int>(i / shard), call, in, plan.floating);
   }
   if (plan.hidden > 0 && i >= shard) {
@@ -347,15 +285,15 @@ class Sparse {
 
 // Two ranks run the last segment of a message. Returns the number of wrong words.
 template <class Body, class Call>
-long LastSegment(Kind kind, size_t bytes, const std::vector<char*>& regions) {
+long LastSegment(jin::Algorithm algorithm, size_t bytes, const jin::Regions& regions) {
   constexpr int kRanks = 2;
   constexpr uint32_t kSegments = 1 << 20;
-  const Plan plan{kind, true, bytes, 1, 1, 0, kSegments};
-  const size_t packs = jin::SegmentPacks(plan.algorithm(), jin::PacksOf(bytes), kRanks, kSegments);
+  const Plan plan{algorithm, true, bytes, 1, 1, 0, kSegments};
+  const size_t packs = jin::SegmentPacks(plan.algorithm, jin::PacksOf(bytes), kRanks, kSegments);
   const uint32_t last = static_cast<uint32_t>((jin::PacksOf(bytes) - 1) / packs);
   const size_t first_word = last * packs * 4, words = bytes / 4;
-  const size_t in_shards = jin::InputShards(plan.algorithm(), kRanks);
-  const size_t out_shards = jin::OutputShards(plan.algorithm(), kRanks);
+  const size_t in_shards = jin::InputShards(plan.algorithm, kRanks);
+  const size_t out_shards = jin::OutputShards(plan.algorithm, kRanks);
   std::vector<std::unique_ptr<Sparse>> in, out;
   std::vector<std::unique_ptr<std::barrier<>>> barriers;
   for (int r = 0; r < kRanks; ++r) {
@@ -375,10 +313,8 @@ long LastSegment(Kind kind, size_t bytes, const std::vector<char*>& regions) {
       threads.emplace_back([&, r, t] {
         Jitter jitter(r * 10 + t);
         TestGroup group;
-        for (int q = 0; q < kRanks; ++q) group.region[q] = regions[q];
-        group.epoch_buffer_bytes = kEpochBufferBytes;
+        regions.GiveTo(&group);
         group.rank = r;
-        group.size = kRanks;
         HostThread thread{t, 0, 1, barriers[r].get(), &jitter, nullptr};
         const jin::InSegments<Call> call{{in[r]->data(), out[r]->data(), bytes}, packs, kSegments};
         const uint32_t epoch = jin::Begin(thread, group);
@@ -394,8 +330,7 @@ long LastSegment(Kind kind, size_t bytes, const std::vector<char*>& regions) {
   for (int r = 0; r < kRanks; ++r) {
     for (size_t s = 0; s < out_shards; ++s) {
       for (size_t i = first_word; i < words; ++i) {
-        uint32_t word;
-        memcpy(&word, out[r]->data() + s * bytes + 4 * i, 4);
+        const uint32_t word = WordAt(out[r]->data() + s * bytes, i);
         wrong += word != Expected(plan, kRanks, r, 0, s * words + i);
       }
     }
@@ -404,27 +339,19 @@ long LastSegment(Kind kind, size_t bytes, const std::vector<char*>& regions) {
 }
 
 int Offsets() {
-  std::vector<std::vector<char>> memory(2);
-  std::vector<char*> regions;
-  for (auto& m : memory) {
-    m.resize(jin::kHeaderBytes + 2 * kEpochBufferBytes + 64);
-    regions.push_back(
-        reinterpret_cast<char*>((reinterpret_cast<uintptr_t>(m.data()) + 63) & ~uintptr_t{63}));
-    memset(regions.back() + jin::kHeaderBytes, 0xFF, 2 * kEpochBufferBytes);
-  }
+  const jin::Regions regions(2, kEpochBufferBytes);
   // Not a multiple of a pack; and one of everything, for the buffers that need it.
   constexpr size_t kAny = (size_t{6} << 30) + 20, kWhole = size_t{6} << 30;
+  using enum jin::Algorithm;
+  using jin::F32, jin::Buffer, jin::AlignedBuffer;
   const long wrong =
-      LastSegment<jin::TwoShot<jin::F32, 2>, jin::Buffer>(Kind::kTwoShot, kAny, regions) +
-      LastSegment<jin::TwoShot<jin::F32, 0>, jin::AlignedBuffer>(Kind::kTwoShot, kWhole, regions) +
-      LastSegment<jin::ReduceScatter<jin::F32, 2>, jin::AlignedBuffer>(Kind::kReduceScatter, kWhole,
-                                                                       regions) +
-      LastSegment<jin::ReduceScatter<jin::F32, 0>, jin::Buffer>(Kind::kReduceScatter, kAny,
-                                                                regions) +
-      LastSegment<jin::AllGather<jin::F32, 2>, jin::AlignedBuffer>(Kind::kAllGather, kWhole,
-                                                                   regions) +
-      LastSegment<jin::AllGather<jin::F32, 0>, jin::Buffer>(Kind::kAllGather, kAny, regions) +
-      LastSegment<jin::AllToAll<jin::F32, 2>, jin::Buffer>(Kind::kAllToAll, kAny, regions);
+      LastSegment<jin::TwoShot<F32, 2>, Buffer>(kTwoShot, kAny, regions) +
+      LastSegment<jin::TwoShot<F32, 0>, AlignedBuffer>(kTwoShot, kWhole, regions) +
+      LastSegment<jin::ReduceScatter<F32, 2>, AlignedBuffer>(kReduceScatter, kWhole, regions) +
+      LastSegment<jin::ReduceScatter<F32, 0>, Buffer>(kReduceScatter, kAny, regions) +
+      LastSegment<jin::AllGather<F32, 2>, AlignedBuffer>(kAllGather, kWhole, regions) +
+      LastSegment<jin::AllGather<F32, 0>, Buffer>(kAllGather, kAny, regions) +
+      LastSegment<jin::AllToAll<F32, 2>, Buffer>(kAllToAll, kAny, regions);
   printf("offsets: wrong %ld\n", wrong);
   return wrong != 0;
 }
@@ -442,57 +369,45 @@ int main(int argc, char** argv) {
   never_armed = variant == "never_armed";
   first_word_only = variant == "first_word_only";
 
-  const size_t region_bytes = jin::kHeaderBytes + 2 * kEpochBufferBytes;
-  std::vector<std::unique_ptr<char[]>> memory;
-  std::vector<char*> regions;
-  for (int r = 0; r < ranks; ++r) {
-    memory.emplace_back(new char[region_bytes + 64]);
-    regions.push_back(reinterpret_cast<char*>((reinterpret_cast<uintptr_t>(memory[r].get()) + 63) &
-                                              ~uintptr_t{63}));
-    memset(regions[r], 0, jin::kHeaderBytes);
-    auto* header = reinterpret_cast<jin::RegionHeader*>(regions[r]);
-    header->operations = 0u - calls / 2;
-    memset(regions[r] + jin::kHeaderBytes, 0xFF, 2 * kEpochBufferBytes);
-  }
-
   std::mt19937 random(20);
   std::vector<Plan> plans;
   uint32_t epochs = 0;
   for (int k = 0; k < calls; ++k) {
-    const Kind kind = mesh ? Kind::kHybridCubeMesh : static_cast<Kind>(random() % kKinds);
-    const bool reduces = mesh || kind == Kind::kOneShot || kind == Kind::kTwoShot;
+    constexpr size_t kKinds = std::size(jin::kCollectives);
+    const size_t drawn = mesh ? 0 : random() % (kKinds + std::size(kNorms));
+    const jin::Algorithm algorithm = mesh             ? jin::Algorithm::kHybridCubeMesh
+                                     : drawn < kKinds ? jin::kCollectives[drawn]
+                                                      : kNorms[drawn - kKinds];
     size_t bytes = 4 * (1 + random() % (kMaxBytes / 4));
     if (random() % 3 == 0) bytes = 16 * ranks * (1 + bytes / (16 * ranks));
-    if (kind >= Kind::kOneShotNorm && !mesh) {
+    if (drawn >= kKinds) {
       const uint32_t hidden = 1 + random() % 40;
       const size_t rows = 1 + random() % 9, row_bytes = 4 * hidden;
-      plans.push_back({kind, true, rows * row_bytes,
+      plans.push_back({algorithm, true, rows * row_bytes,
                        1 + static_cast<int>(random() % kMaxBlocksHere), 1, random() % 16, 1,
                        hidden});
       ++epochs;
       continue;
     }
-    const bool cut = !mesh && jin::RunsInSegments(Plan{kind}.algorithm()) && random() % 2 == 0;
-    plans.push_back({kind, random() % 2 == 0, bytes,
-                     1 + static_cast<int>(random() % kMaxBlocksHere),
-                     reduces && random() % 3 == 0 ? 1 + static_cast<int>(random() % 9) : 1,
-                     random() % 2 == 0 ? 0 : random() % 16,
-                     cut ? 2 + 2 * static_cast<uint32_t>(random() % 3) : 1, 0,
-                     kind == Kind::kAllToAll && random() % 2 == 0});
-    epochs += jin::Epochs(jin::PhasesOf(plans.back().algorithm()), plans.back().segments);
+    const bool cut = jin::RunsInSegments(algorithm) && random() % 2 == 0;
+    plans.push_back(
+        {algorithm, random() % 2 == 0, bytes, 1 + static_cast<int>(random() % kMaxBlocksHere),
+         jin::IsAllReduce(algorithm) && random() % 3 == 0 ? 1 + static_cast<int>(random() % 9) : 1,
+         random() % 2 == 0 ? 0 : random() % 16,
+         cut ? 2 + 2 * static_cast<uint32_t>(random() % 3) : 1, 0,
+         algorithm == jin::Algorithm::kAllToAll && random() % 2 == 0});
+    epochs += jin::Epochs(jin::PhasesOf(plans.back().algorithm), plans.back().segments);
   }
   const uint32_t first_epoch = 0u - epochs / 2;
-  for (char* region : regions) {
-    auto* header = reinterpret_cast<jin::RegionHeader*>(region);
-    for (uint32_t& epoch : header->epoch) epoch = first_epoch;
-  }
+  const jin::Regions regions(ranks, kEpochBufferBytes, first_epoch);
+  for (int r = 0; r < ranks; ++r) regions.Header(r)->operations = 0u - calls / 2;
 
   std::atomic<long> wrong{0};
   std::vector<std::thread> threads;
   std::vector<std::vector<float>> totals(ranks * kMaxBlocksHere,
                                          std::vector<float>(jin::kMaxHidden / 4));
   std::vector<std::vector<std::vector<uint32_t>>> inputs(ranks);
-  std::vector<std::vector<Result>> outputs(ranks);
+  std::vector<std::vector<jin::Guarded>> outputs(ranks);
   std::vector<std::unique_ptr<std::barrier<>>> block_barriers, rank_barriers, check_barriers;
   for (int r = 0; r < ranks; ++r) {
     rank_barriers.push_back(std::make_unique<std::barrier<>>(kMaxBlocksHere * kThreads + ranks));
@@ -513,10 +428,8 @@ int main(int argc, char** argv) {
   if (mesh && !jin::IsCubeMesh(links)) return 2;
   const auto group_of = [&](int rank) {
     TestGroup group;
-    for (int q = 0; q < ranks; ++q) group.region[q] = regions[q];
-    group.epoch_buffer_bytes = kEpochBufferBytes;
+    regions.GiveTo(&group);
     group.rank = rank;
-    group.size = ranks;
     group.one_epoch_buffer = variant == "one_epoch_buffer";
     group.short_segment = variant == "short_segment";
     group.one_operation_word = variant == "one_operation_word";
@@ -543,7 +456,7 @@ int main(int argc, char** argv) {
           HostThread thread{t, 0, 1, check_barriers[r].get(), &jitter, nullptr};
           jitter.Pause();
           const bool differs = variant == "other_operation" && r == 0 && k == calls / 2;
-          group.operation = jin::OperationWord(plans[k].algorithm(), jin::ElementType::kF32,
+          group.operation = jin::OperationWord(plans[k].algorithm, jin::ElementType::kF32,
                                                plans[k].bytes + differs);
           jin::CheckSameOperation(thread, group);
           rank_barriers[r]->arrive_and_wait();
@@ -573,7 +486,7 @@ int main(int argc, char** argv) {
                 for (int q = plan.blocks; t == 0 && q < jin::kMaxBlocks; ++q) {
                   jin::Store(&group.Header()->epoch[q],
                              jin::Load(&group.Header()->epoch[q]) -
-                                 jin::Epochs(jin::PhasesOf(plan.algorithm()), plan.segments));
+                                 jin::Epochs(jin::PhasesOf(plan.algorithm), plan.segments));
                 }
               }
             }
@@ -588,22 +501,17 @@ int main(int argc, char** argv) {
 
   for (int r = 0; r < ranks; ++r) {
     for (int k = 0; k < calls; ++k) {
-      for (size_t i = 0; i < outputs[r][k].words(); ++i) {
-        wrong += outputs[r][k].Word(i) != Expected(plans[k], ranks, r, k, i);
+      for (size_t i = 0; i < outputs[r][k].size() / 4; ++i) {
+        wrong += WordAt(outputs[r][k].data(), i) != Expected(plans[k], ranks, r, k, i);
       }
       wrong += outputs[r][k].Hit();
     }
-    const auto* header = reinterpret_cast<const jin::RegionHeader*>(regions[r]);
+    const auto* header = regions.Header(r);
     for (uint32_t epoch : header->epoch) wrong += epoch != first_epoch + epochs;
     wrong += header->operations != static_cast<uint32_t>(calls - calls / 2);
   }
   wrong += others_met;
-  long full = 0;
-  for (int r = 0; r < ranks; ++r) {
-    const char* epoch_buffers = regions[r] + jin::kHeaderBytes;
-    for (size_t i = 0; i < 2 * kEpochBufferBytes; ++i)
-      full += epoch_buffers[i] != static_cast<char>(0xFF);
-  }
+  const long full = static_cast<long>(regions.BytesLeft());
   printf("%s: ranks %d calls %d wrong %ld bytes left %ld busy %d\n", variant.c_str(), ranks, calls,
          wrong.load(), full, was_busy.load());
   return wrong != 0 || full != 0 || was_busy;

@@ -1,5 +1,5 @@
-// Watches over groups in one address space as the monitor (xla_ffi/health/monitor.h) does over
-// those of a process: each group stands for a process, and hears what the others wait in.
+// CPU groups in one address space, each of which stands for a process, and what watches over them
+// as the monitor (xla_ffi/health/monitor.h) does: each hears what the others wait in.
 #pragma once
 
 #include <atomic>
@@ -11,10 +11,32 @@
 #include <utility>
 #include <vector>
 
+#include "tests/native/regions.h"
 #include "xla_ffi/health/waits.h"
 #include "xla_ffi/host/host_group.h"
 
 namespace jax_intranode {
+
+// The groups of `processes` processes, each of which has a contiguous part of the ranks. The device
+// of rank r has the id 10 + r.
+inline std::vector<std::shared_ptr<HostGroup>> GroupsOf(const Regions& regions, int processes,
+                                                        std::chrono::nanoseconds timeout,
+                                                        const std::vector<Links>& links = {}) {
+  Group layout{};
+  regions.GiveTo(&layout);
+  const int n = regions.ranks();
+  std::vector<int64_t> ids;
+  for (int r = 0; r < n; ++r) ids.push_back(10 + r);
+  std::vector<std::shared_ptr<HostGroup>> groups;
+  for (int p = 0; p < processes; ++p) {
+    std::vector<int> local;
+    for (int r = 0; r < n; ++r) {
+      if (r * processes / n == p) local.push_back(r);
+    }
+    groups.push_back(std::make_shared<HostGroup>(layout, local, ids, timeout, nullptr, links));
+  }
+  return groups;
+}
 
 class TestMonitor {
  public:

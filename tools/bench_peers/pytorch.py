@@ -9,7 +9,7 @@ from typing import Any
 from bench_peers.peer import Peer, Unavailable
 from jax_intranode._src.command_line.bench import matmuls
 from jax_intranode._src.command_line.bench.settings import Settings
-from jax_intranode._src.command_line.launcher.runs import Follower, ProgressLine, run_ranks
+from jax_intranode._src.command_line.launcher.runs import MESSAGES, ProgressLine, run_ranks
 
 _DTYPES = ("bfloat16", "float16", "float32")
 
@@ -45,7 +45,7 @@ def _measure(
         "devices": settings.devices,
         "store": str(directory / "store"),
         "output": str(directory / "rows.json"),
-        "begun": str(directory / "begun"),
+        "begun": str(directory / MESSAGES),
     }
     script = Path(__file__).with_name("pytorch_rank.py")
     # -P, because the script's folder has modules with the names of other packages' modules.
@@ -53,8 +53,7 @@ def _measure(
         [sys.executable, "-P", str(script), json.dumps({**instructions, "rank": rank})]
         for rank in range(settings.devices)
     ]
-    follow = Follower(directory / "begun", line).follow
-    run_ranks(commands, timeout_s=timeout_s, log_dir=directory, follow=follow)
+    run_ranks(commands, timeout_s=timeout_s, log_dir=directory, line=line)
     result: dict[str, Any] = json.loads((directory / "rows.json").read_text())
     for failed in result["failed"]:
         sys.stderr.write(f"# not measured: {failed}\n")

@@ -1,5 +1,6 @@
 """What a node gains: for each operation and size, what runs it. `demo` measures how much."""
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -51,51 +52,41 @@ def of_node(
     platform: str, device_kind: str, count: int, facts: Sequence[GpuFacts]
 ) -> list[Benefit]:
     """What is expected of a mesh of so many devices of a kind, which can reach each other."""
-    found = [
-        _collective(platform, device_kind, count, mode, operation, nbytes)
-        for mode in _MODES
-        for operation in ("psum", "psum_scatter", "all_gather")
-        for nbytes in _SIZES[platform]
-    ]
-    if platform == "gpu":
-        profile = tuning.profile_for([device_kind]) or profiles.from_facts(facts)
-        for operation, shapes in _SHAPES.items():
-            found += [_matmul(count, operation, shape, profile) for shape in shapes]
-    return found
-
-
-def _collective(
-    platform: str, device_kind: str, count: int, mode: str, operation: str, nbytes: int
-) -> Benefit:
-    chosen = select.select(
-        operation,
-        nbytes=nbytes,
-        dtype=_DTYPES[platform],
-        world_size=count,
-        hardware=table.hardware_of(platform, device_kind),
-        mode=mode,
-        epoch_buffer_bytes=slabs.epoch_buffer_bytes(
-            config.get().slab_bytes(platform), extension.module("cpu").HEADER_BYTES
-        ),
-        algorithm=config.get().algorithm,
-        tuned=tuning.rows_for([device_kind]),
+    found = []
+    buffer_bytes = slabs.epoch_buffer_bytes(
+        config.get().slab_bytes(platform), extension.module("cpu").HEADER_BYTES
     )
-    path = {"lax": "jax.lax"}.get(chosen.algorithm, chosen.algorithm.replace("_", "-"))
-    return Benefit(operation, mode, nbytes, None, path, chosen.reason)
-
-
-def _matmul(
-    count: int, operation: str, shape: tuple[int, int, int], profile: Profile | str
-) -> Benefit:
-    m, k, n = shape
-    sizes = Sizes(operation, 1, m // count, (k,), (n,), count)
+    for mode, operation, nbytes in itertools.product(
+        _MODES, ("psum", "psum_scatter", "all_gather"), _SIZES[platform]
+    ):
+        chosen = select.select(
+            operation,
+            nbytes=nbytes,
+            dtype=_DTYPES[platform],
+            world_size=count,
+            hardware=table.hardware_of(platform, device_kind),
+            mode=mode,
+            epoch_buffer_bytes=buffer_bytes,
+            algorithm=config.get().algorithm,
+            tuned=tuning.rows_for([device_kind]),
+        )
+        path = "jax.lax" if chosen.algorithm == "lax" else chosen.algorithm.replace("_", "-")
+        found.append(Benefit(operation, mode, nbytes, None, path, chosen.reason))
+    if platform == "cpu":
+        return found
+    profile = tuning.profile_for([device_kind]) or profiles.from_facts(facts)
     ring_bytes = config.get().ring_bytes("gpu")
-    plan = choice.choose(sizes, dtype="bfloat16", profile=profile, ring_bytes=ring_bytes)
-    if isinstance(plan, str):
-        return Benefit(operation, "multi", None, shape, "jax.lax", plan)
-    path = "fused kernel" if plan.fused else "cuBLASLt pipeline"
-    note = profile.note if isinstance(profile, Profile) else ""
-    return Benefit(operation, "multi", None, shape, path, note)
+    for operation, shape in [(name, shape) for name in _SHAPES for shape in _SHAPES[name]]:
+        m, k, n = shape
+        sizes = Sizes(operation, 1, m // count, (k,), (n,), count)
+        plan = choice.choose(sizes, dtype="bfloat16", profile=profile, ring_bytes=ring_bytes)
+        if isinstance(plan, str):
+            path, reason = "jax.lax", plan
+        else:
+            path = "fused kernel" if plan.fused else "cuBLASLt pipeline"
+            reason = profile.note if isinstance(profile, Profile) else ""
+        found.append(Benefit(operation, "multi", None, shape, path, reason))
+    return found
 
 
 def table_of(found: Sequence[Benefit]) -> str:

@@ -77,13 +77,21 @@ def run(arguments: argparse.Namespace) -> int:
     all_settings = _settings("gpu" if of_gpus else "cpu", devices)
     measurements = sum(len(s.matmuls() or s.measurements()) for s in all_settings)
     line = ProgressLine(sys.stderr, measurements)
-    busy = _busy()
-    if busy and not arguments.json:
-        print(busy)
+    load, cores = machine.load()
+    if load > cores and not arguments.json:
+        print(
+            f"This machine is busy (load {load:.0f} on {cores} cores), so the times below vary: "
+            "run it again when it is idle.\n"
+        )
     results = []
     for settings in all_settings:
         if not arguments.json:
-            print(_title(settings), flush=True)
+            device = "GPU" if of_gpus else "CPU device"
+            print(
+                f"{settings.name} of {settings.dtypes[0]} between {devices} processes with a "
+                f"{device} each, in microseconds a call:\n",
+                flush=True,
+            )
         measured = bench.run_mode(settings, {}, _TIMEOUT_S, line, shows_table=False)
         empty: dict[str, Any] = {"versions": [], "rows": []}
         results.append({"version": report.VERSION, **measured, "peers": empty})
@@ -102,17 +110,6 @@ def run(arguments: argparse.Namespace) -> int:
     return 1 if wrong else 0
 
 
-def _busy() -> str | None:
-    """A warning if other programs use the cores; None if they do not."""
-    load, cores = machine.load()
-    if load <= cores:
-        return None
-    return (
-        f"This machine is busy (load {load:.0f} on {cores} cores), so the times below vary: run it "
-        "again when it is idle.\n"
-    )
-
-
 def _settings(platform: str, devices: int) -> list[Settings]:
     parser = Parser()
     bench.add_arguments(parser)
@@ -123,23 +120,14 @@ def _settings(platform: str, devices: int) -> list[Settings]:
     return found
 
 
-def _title(settings: Settings) -> str:
-    device = "GPU" if settings.platform == "gpu" else "CPU device"
-    return (
-        f"{settings.name} of {settings.dtypes[0]} between {settings.devices} processes with a "
-        f"{device} each, in microseconds a call:\n"
-    )
-
-
 def _table(rows: list[dict[str, Any]]) -> str:
     largest = max(row["ratio"] or 0 for row in rows)
     lines = [f"{'':>20}  {'ours':>9}  {'jax.lax':>9}  {'ratio':>6}"]
     for row in rows:
-        what = (
-            f"{row['m']} x {row['k']} x {row['n']}"
-            if "k" in row
-            else benefits.size_text(row["size"])
-        )
+        if "k" in row:
+            what = f"{row['m']} x {row['k']} x {row['n']}"
+        else:
+            what = benefits.size_text(row["size"])
         ratio = row["ratio"] or 0
         bar = "#" * max(1, round(_BAR * ratio / max(largest, 1)))
         note = "  (fell back to jax.lax)" if row["algorithm"] == "lax" else ""
@@ -151,16 +139,15 @@ def _table(rows: list[dict[str, Any]]) -> str:
 def _summary(results: list[dict[str, Any]], of_gpus: bool, wrong: int) -> str:
     rows = [row for result in results for row in result["rows"]]
     best = max(row["ratio"] or 0 for row in rows)
-    lines = [
-        f"jax.lax takes up to {best:.1f} times as long. "
-        + ("All results are right." if wrong == 0 else f"{wrong} elements are WRONG."),
-    ]
-    if of_gpus and all(row["algorithm"] == "lax" for row in rows):
-        lines.append("All calls fell back to jax.lax: `python -m jax_intranode doctor` says why.")
+    right = "All results are right." if wrong == 0 else f"{wrong} elements are WRONG."
+    text = f"jax.lax takes up to {best:.1f} times as long. {right}"
     if not of_gpus:
-        lines.append(
+        return (
+            f"{text}\n"
             "Between processes of CPU devices jax.lax sends through gloo, and this package through "
             "shared memory.\nCPU devices are for development and tests: their ratios are not those "
             "of GPUs."
         )
-    return "\n".join(lines)
+    if all(row["algorithm"] == "lax" for row in rows):
+        text += "\nAll calls fell back to jax.lax: `python -m jax_intranode doctor` says why."
+    return text

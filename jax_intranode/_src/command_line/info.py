@@ -5,6 +5,7 @@ found out is a problem in the report.
 """
 
 import argparse
+import contextlib
 import importlib
 import importlib.util
 import json
@@ -172,30 +173,21 @@ def _part(name: str, ffi: list[int] | None) -> dict[str, Any]:
 
 def _gpus(found: list[topology.LinkReport]) -> list[dict[str, Any]]:
     gpus = []
-    for report_of_one in found:
-        facts = topology.read_facts(report_of_one.bus_id, report_of_one.name)
-        memory = _memory(report_of_one.bus_id)
-        gpus.append(
-            {
-                "name": report_of_one.name,
-                "bus_id": report_of_one.bus_id,
-                "compute_capability": dotted(list(facts.compute_capability)),
-                "memory_mib": memory and memory[0],
-                "free_mib": memory and memory[1],
-            }
-        )
-    return gpus
-
-
-def _memory(bus_id: str) -> tuple[int, int] | None:
-    """MiB of a GPU, in all and free; None if it does not say."""
-    try:
-        with nvml.session() as module:
-            handle = module.nvmlDeviceGetHandleByPciBusId(bus_id)
+    for one in found:
+        facts = topology.read_facts(one.bus_id, one.name)
+        gpu: dict[str, Any] = {
+            "name": one.name,
+            "bus_id": one.bus_id,
+            "compute_capability": dotted(list(facts.compute_capability)),
+            "memory_mib": None,
+            "free_mib": None,
+        }
+        with contextlib.suppress(Exception), nvml.session() as module:  # it may not say
+            handle = module.nvmlDeviceGetHandleByPciBusId(one.bus_id)
             memory = module.nvmlDeviceGetMemoryInfo(handle)
-            return int(memory.total) >> 20, int(memory.free) >> 20
-    except Exception:
-        return None
+            gpu |= {"memory_mib": int(memory.total) >> 20, "free_mib": int(memory.free) >> 20}
+        gpus.append(gpu)
+    return gpus
 
 
 def _modes(
@@ -254,14 +246,7 @@ def _variables() -> list[dict[str, Any]]:
 
 @dataclass(frozen=True)
 class Check:
-    """What a check has found.
-
-    Attributes:
-        name: what was checked.
-        verdict: OK, WARNING, FAILS or SKIPPED.
-        reason: what was found, or why it was skipped.
-        remedy: what to do; empty if nothing.
-    """
+    """What was checked, what was found or why it was skipped, and what to do, if anything."""
 
     name: str
     verdict: str
@@ -390,60 +375,47 @@ def environment(found: dict[str, Any]) -> Iterator[Check]:
 
 
 def text_of(found: dict[str, Any]) -> str:
-    rows: list[tuple[str, str]] = []
-
-    def add(title: str, *lines: str) -> None:
-        for number, line in enumerate(lines):
-            rows.append((title if number == 0 else "", line))
-
-    add("jax_intranode", f"{found['jax_intranode']['version']}, {found['jax_intranode']['path']}")
-    system = found["system"]
-    add("python", f"{found['python']}, {system['platform']}, {system['cores']} cores")
-    add("versions", *(f"{name} {version}" for name, version in found["versions"].items()))
-    add("CPU part", _text_of_part(found["cpu_part"]))
-    add("CUDA part", _text_of_part(found["cuda_part"]))
-    driver = found["driver"]
-    add(
-        "driver",
-        f"{driver['version']}, for CUDA up to {driver['cuda']}"
-        if driver["version"]
-        else f"none: {driver['reason']}",
-    )
-    links = found["topology"]["links"]
+    own, system, driver = found["jax_intranode"], found["system"], found["driver"]
+    driver_text = f"none: {driver['reason']}"
+    if driver["version"]:
+        driver_text = f"{driver['version']}, for CUDA up to {driver['cuda']}"
     gpus = [
         f"{number}: {gpu['name']}, {gpu['bus_id']}, compute capability "
         f"{gpu['compute_capability']}, {gpu['free_mib']} of {gpu['memory_mib']} MiB free"
         for number, gpu in enumerate(found["gpus"])
     ]
-    add("GPUs", *(gpus or ["none"]))
-    if len(gpus) > 1:
-        add("links", *topology.matrix_lines(links), found["topology"]["kind"])
-    add(
-        "modes",
-        *(
+    topo = found["topology"]
+    links = [*topology.matrix_lines(topo["links"]), topo["kind"]] if len(gpus) > 1 else []
+    variables, unset = [], []
+    for row in found["environment"]:
+        if row["value"] is not None:
+            note = "  <- see problems" if row["problem"] else ""
+            variables.append(f"{row['name']}={row['value']}{note}")
+        elif row["default"]:
+            unset.append(f"{row['name']} ({row['default']})")
+    titled: dict[str, list[str]] = {
+        "jax_intranode": [f"{own['version']}, {own['path']}"],
+        "python": [f"{found['python']}, {system['platform']}, {system['cores']} cores"],
+        "versions": [f"{name} {version}" for name, version in found["versions"].items()],
+        "CPU part": [_text_of_part(found["cpu_part"])],
+        "CUDA part": [_text_of_part(found["cuda_part"])],
+        "driver": [driver_text],
+        "GPUs": gpus or ["none"],
+        "links": links,
+        "modes": [
             f"{mode['mode']}: {'works' if mode['works'] else 'no, ' + mode['reason']}"
             for mode in found["modes"]
-        ),
+        ],
+        "environment": [*variables, f"not set: {', '.join(unset)}"],
+        "tuning": [found["tuning"]["text"]] if found["tuning"] else [],
+        "problems": found["problems"] or ["none"],
+    }
+    width = max(map(len, titled))
+    return "\n".join(
+        f"{'' if number else title:<{width}}  {line}"
+        for title, lines in titled.items()
+        for number, line in enumerate(lines)
     )
-    add(
-        "environment",
-        *(
-            f"{row['name']}={row['value']}{'  <- see problems' if row['problem'] else ''}"
-            for row in found["environment"]
-            if row["value"] is not None
-        ),
-        "not set: "
-        + ", ".join(
-            f"{row['name']} ({row['default']})"
-            for row in found["environment"]
-            if row["value"] is None and row["default"]
-        ),
-    )
-    if found["tuning"] is not None:
-        add("tuning", found["tuning"]["text"])
-    add("problems", *(found["problems"] or ["none"]))
-    width = max(len(title) for title, _ in rows)
-    return "\n".join(f"{title:<{width}}  {line}" for title, line in rows)
 
 
 def _text_of_part(part: dict[str, Any]) -> str:

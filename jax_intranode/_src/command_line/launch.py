@@ -100,11 +100,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Runs the processes, again after a fault if that was asked for.
-
-    Returns:
-        The exit code, see `DESCRIPTION`.
-    """
+    """Runs the processes, again after a fault if that was asked for."""
     _reserve_standard_descriptors()
     program = _program(arguments)
     world_size = _world_size(arguments)
@@ -133,12 +129,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 class _End(NamedTuple):
-    """How a run of the processes has ended.
-
-    Attributes:
-        code: the exit code for this command.
-        is_fault: whether a process has failed by itself.
-    """
+    """The exit code for this command, and whether a process has failed by itself."""
 
     code: int
     is_fault: bool

@@ -5,15 +5,21 @@ It imports nothing that a broken installation may lack.
 
 import argparse
 import importlib.util
+import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NoReturn
 
+from jax_intranode._src.selection import config
+
 PROGRAM = "python -m jax_intranode"
 
 
-class WrongInput(ValueError):
-    """The message is one line; the command line shows it without a traceback, and exits with 2."""
+class WrongInput(argparse.ArgumentTypeError):
+    """The message is one line; the command line shows it without a traceback, and exits with 2.
+
+    Types of arguments raise it, too; argparse then names the argument.
+    """
 
 
 class Failed(RuntimeError):
@@ -32,11 +38,9 @@ def new_file(text: str) -> Path:
     file = Path(text)
     directory = file.absolute().parent
     if file.is_dir():
-        raise argparse.ArgumentTypeError(f"{file}: this is a directory: name a file")
+        raise WrongInput(f"{file}: this is a directory: name a file")
     if not directory.is_dir():
-        raise argparse.ArgumentTypeError(
-            f"{file}: there is no directory {directory}: make it, or choose another"
-        )
+        raise WrongInput(f"{file}: there is no directory {directory}: make it, or choose another")
     return file
 
 
@@ -51,7 +55,7 @@ def integer_from(minimum: int) -> Callable[[str], int]:
 
     def integer(text: str) -> int:
         if not text.isdecimal() or int(text) < minimum:
-            raise argparse.ArgumentTypeError(f"{text!r}: use an integer from {minimum} on")
+            raise WrongInput(f"{text!r}: use an integer from {minimum} on")
         return int(text)
 
     return integer
@@ -67,7 +71,7 @@ def positive_number(most: float = float("inf")) -> Callable[[str], float]:
             value = 0.0
         if not 0 < value <= most or value == float("inf"):
             upto = "" if most == float("inf") else f" of at most {most:g}"
-            raise argparse.ArgumentTypeError(f"{text!r}: use a positive number{upto}")
+            raise WrongInput(f"{text!r}: use a positive number{upto}")
         return value
 
     return number
@@ -80,7 +84,7 @@ def names_from(allowed: Sequence[str]) -> Callable[[str], list[str]]:
         found = list(dict.fromkeys(text.split(",")))
         for name in found:
             if name not in allowed:
-                raise argparse.ArgumentTypeError(f"{name!r} is none of {', '.join(allowed)}")
+                raise WrongInput(f"{name!r} is none of {', '.join(allowed)}")
         return found
 
     return names
@@ -107,3 +111,21 @@ def add_mode(parser: argparse.ArgumentParser) -> None:
 def add_json(parser: argparse.ArgumentParser) -> None:
     """Declares --json of the commands that print a report."""
     parser.add_argument("--json", action="store_true", help="print JSON, for programs")
+
+
+# As set by this package's launcher, Open MPI, MPICH and Intel MPI, Slurm, and torchrun.
+_RANK_VARIABLES = (
+    config.RANK,
+    "OMPI_COMM_WORLD_LOCAL_RANK",
+    "MPI_LOCALRANKID",
+    "SLURM_LOCALID",
+    "LOCAL_RANK",
+)
+
+
+def rank_on_this_node() -> int:
+    """The number of this process among those that a launcher has started here; else 0."""
+    for name in _RANK_VARIABLES:
+        if os.environ.get(name, "").isdecimal():
+            return int(os.environ[name])
+    return 0

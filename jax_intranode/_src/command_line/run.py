@@ -65,22 +65,14 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def parse_options(words: Sequence[str]) -> argparse.Namespace:
-    """Returns what the words in front of the script say, as `start_rank.split` returns them.
-
-    Raises:
-        WrongInput: there is no such option.
-    """
+    """Returns what the words in front of the script say, as `start_rank.split` returns them."""
     parser = Parser(prog=f"{PROGRAM} run", add_help=False)
     add_options(parser)
     return parser.parse_args(words)
 
 
 def begin(options: argparse.Namespace) -> None:
-    """Accelerates what this process runs from here on, or compares it.
-
-    Raises:
-        WrongInput: nothing can be accelerated, so there is nothing to compare.
-    """
+    """Accelerates what this process runs from here on, or compares it."""
     if not options.compare:
         jax_intranode.install(auto=options.auto)
     elif config.get().disable:

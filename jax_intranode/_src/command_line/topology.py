@@ -3,10 +3,10 @@
 import argparse
 import dataclasses
 import json
+import math
 from pathlib import Path
 from typing import Any
 
-from jax_intranode._src.command_line import picture
 from jax_intranode._src.command_line.options import WrongInput, check_can_draw, new_file
 from jax_intranode._src.group import nvml
 from jax_intranode._src.group import topology as topology_lib
@@ -48,7 +48,7 @@ def run(arguments: argparse.Namespace) -> int:
         if not found.gpus:
             raise WrongInput(f"--png {arguments.png}: there are no GPUs to draw: {_why_none()}")
         check_can_draw("--png")
-        picture.draw(found, arguments.png)
+        draw(found, arguments.png)
     print(json.dumps(to_json(found), indent=2) if arguments.json else text_of(found))
     return 0
 
@@ -64,11 +64,7 @@ def to_json(found: Topology) -> dict[str, Any]:
 
 
 def read(file: Path) -> Topology:
-    """Reads a topology that `--json` has printed.
-
-    Raises:
-        WrongInput: the file cannot be read, or is not such a file.
-    """
+    """Reads a topology that `--json` has printed."""
     try:
         gpus = tuple(
             records.from_json(LinkReport, gpu) for gpu in json.loads(file.read_text())["gpus"]
@@ -101,3 +97,49 @@ def _why_none() -> str:
             return "NVML shows none to this process"
     except nvml.Unavailable as error:
         return str(error)
+
+
+# The picture: GPUs on a circle, and the links between them.
+
+_GPU, _SWITCH, _LINK = "#0072B2", "#009E73", "#555555"
+
+
+def draw(topology: Topology, file: Path) -> None:
+    """Draws the GPUs, of which there is at least one, and their links."""
+    # Without pyplot, which would need a display or keep state.
+    from matplotlib.figure import Figure
+
+    gpus, count = topology.gpus, len(topology.gpus)
+    figure = Figure(figsize=(7, 7.4), dpi=160, layout="constrained")
+    axes: Any = figure.subplots()
+    angles = [2 * math.pi * i / count for i in range(count)]
+    places = [(math.sin(angle), math.cos(angle)) for angle in angles]
+    lines = [(place, (0.0, 0.0), gpu.switch_links) for place, gpu in zip(places, gpus, strict=True)]
+    lines += [
+        (places[i], places[j], dict(gpus[i].peer_links).get(gpus[j].bus_id, 0))
+        for i in range(count)
+        for j in range(i)
+        if topology.links[i][j]
+    ]
+    discs = [(place, f"GPU {number}", _GPU) for number, place in enumerate(places)]
+    if any(gpu.switch_links for gpu in gpus):
+        discs.append(((0.0, 0.0), "NVSwitch", _SWITCH))
+    text = {"ha": "center", "va": "center", "fontsize": 9}
+    box = {"facecolor": "white", "edgecolor": "none", "alpha": 0.9, "pad": 1.5}
+    for a, b, links in lines:
+        if links:
+            xs, ys = (a[0], b[0]), (a[1], b[1])
+            axes.plot(xs, ys, color=_LINK, linewidth=1 + links / 4, alpha=0.6, zorder=1)
+            # Nearer to one end, because the middles of diagonals coincide.
+            at = [0.62 * start + 0.38 * end for start, end in (xs, ys)]
+            axes.annotate(str(links), at, bbox=box, zorder=2, **text)
+    for place, name, colour in discs:
+        axes.scatter(*place, s=2600, color=colour, zorder=3)
+        axes.annotate(name, place, color="white", zorder=4, weight="bold", **text)
+    axes.set(xlim=(-1.3, 1.3), ylim=(-1.3, 1.3), aspect="equal")
+    axes.axis("off")
+    names = ", ".join(dict.fromkeys(gpu.name for gpu in gpus))
+    kind = topology.kind.value.replace("_", " ")
+    figure.suptitle(f"{count} x {names}: {kind}", fontsize=12, fontweight="bold")
+    axes.set_title("The numbers are NVLinks.", fontsize=9)
+    figure.savefig(file, format="png")

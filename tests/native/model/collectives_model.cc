@@ -19,12 +19,10 @@
 #include "atomics.h"
 //
 #include "half_packets.h"
+#include "tests/native/kernel_of.h"
 #include "totals.h"
-#include "xla_ffi/kernels/hybrid_cube_mesh.h"
 #include "xla_ffi/kernels/norm_protocol.h"
-#include "xla_ffi/kernels/one_hop.h"
 #include "xla_ffi/kernels/segments.h"
-#include "xla_ffi/kernels/two_shot.h"
 
 namespace jin = jax_intranode;
 
@@ -36,19 +34,11 @@ constexpr int kMostBlocks = 2;
 constexpr int kMostPacks = 7;
 constexpr int kMostLate = 64;
 
-enum class Kind { kOneShot, kTwoShot, kReduceScatter, kAllGather, kAllToAll, kHybridCubeMesh };
-constexpr int kKinds = 5;  // of operations that run on one group
-constexpr const char* kNames[] = {"one_shot",   "two_shot",   "reduce_scatter",
-                                  "all_gather", "all_to_all", "hybrid_cube_mesh"};
-
-jin::Algorithm AlgorithmOf(Kind kind) {
-  if (kind == Kind::kAllToAll) return jin::Algorithm::kAllToAll;
-  return kind == Kind::kHybridCubeMesh ? jin::Algorithm::kHybridCubeMesh
-                                       : static_cast<jin::Algorithm>(kind);
-}
+using jin::kCollectives;
+constexpr int kKinds = std::size(kCollectives);
 
 struct Plan {
-  Kind kind;
+  jin::Algorithm algorithm;
   bool floating;
   int packs;
   int blocks;
@@ -155,7 +145,7 @@ struct MaybeBrokenSchedule {
 };
 
 uint32_t EpochsOf(const Plan& plan) {
-  const int phases = jin::PhasesOf(AlgorithmOf(plan.kind));
+  const int phases = jin::PhasesOf(plan.algorithm);
   const uint32_t half_filled = phases == 2 && plan.segments > 1 ? plan.segments % 2 : 0;
   return jin::Epochs(phases, plan.segments) + half_filled;
 }
@@ -204,11 +194,11 @@ class Sequence {
       for (size_t k = 0; k < plans_.size(); ++k) {
         const Plan& plan = plans_[k];
         blocks_ = std::max(blocks_, plan.blocks);
-        if (jin::EpochBufferBytesNeeded(AlgorithmOf(plan.kind), jin::ElementType::kI32, plan.packs,
-                                        ranks_, plan.segments) > epoch_buffer_bytes_) {
+        if (jin::EpochBufferBytesNeeded(plan.algorithm, jin::ElementType::kI32, plan.packs, ranks_,
+                                        plan.segments) > epoch_buffer_bytes_) {
           machine_.Fail("the plan does not fit");
         }
-        const size_t n = plan.packs * 4 * jin::InputShards(AlgorithmOf(plan.kind), ranks_);
+        const size_t n = plan.packs * 4 * jin::InputShards(plan.algorithm, ranks_);
         for (size_t i = 0; i < n; ++i) inputs_[r][k].words[i] = Value(r, k, i, plan.floating);
       }
     }
@@ -271,8 +261,7 @@ class Sequence {
       jin::RunOperation<Body>(t, g, call);
       return;
     }
-    const size_t packs =
-        jin::SegmentPacks(AlgorithmOf(plan.kind), plan.packs, ranks_, plan.segments);
+    const size_t packs = jin::SegmentPacks(plan.algorithm, plan.packs, ranks_, plan.segments);
     const uint32_t first = jin::Begin(t, g);
     const MaybeShort cut{{call, packs, plan.segments}};
     uint32_t step = 0;
@@ -283,26 +272,8 @@ class Sequence {
   template <class Type, int N, class PacketsOfType = typename Type::Packets>
   void RunKernel(ModelThread& t, const ModelGroup& g, const jin::Buffer& call, const Plan& plan) {
     using Packets = MaybeBroken<PacketsOfType>;
-    switch (plan.kind) {
-      case Kind::kOneShot:
-        RunAs<jin::OneShot<Type, N, Packets>>(t, g, call, plan);
-        break;
-      case Kind::kTwoShot:
-        RunAs<jin::TwoShot<Type, N, Packets>>(t, g, call, plan);
-        break;
-      case Kind::kReduceScatter:
-        RunAs<jin::ReduceScatter<Type, N, Packets>>(t, g, call, plan);
-        break;
-      case Kind::kAllGather:
-        RunAs<jin::AllGather<Type, N, Packets>>(t, g, call, plan);
-        break;
-      case Kind::kAllToAll:
-        RunAs<jin::AllToAll<Type, N, Packets>>(t, g, call, plan);
-        break;
-      case Kind::kHybridCubeMesh:
-        jin::RunOperation<jin::HybridCubeMesh<Type, N, Packets>>(t, g, call);
-        break;
-    }
+    jin::WithKernel<Type, N, Packets>(
+        plan.algorithm, [&](auto body) { RunAs<typename decltype(body)::type>(t, g, call, plan); });
   }
 
   // Rows of one pack, with a residual of zeros. The normalized rows are not looked at.
@@ -310,29 +281,30 @@ class Sequence {
   void RunNorm(ModelThread& t, const ModelGroup& g, const jin::Buffer& call, const Plan& plan) {
     static const Input zeros{};
     static Input normed;
-    const auto protocol = static_cast<jin::NormProtocol>(static_cast<int>(plan.kind) + 1);
-    const jin::NormCall norm{.x = call.in,
-                             .residual = zeros.words,
-                             .weight = zeros.words,
-                             .bias = nullptr,
-                             .normed = normed.words,
-                             .new_residual = call.out,
-                             .shard_bytes = plan.kind == Kind::kReduceScatter ? call.bytes : 0,
-                             .rows = static_cast<size_t>(plan.packs),
-                             .hidden = 4,
-                             .eps = 1,
-                             .weight_offset = 0,
-                             .algorithm = AlgorithmOf(plan.kind),
-                             .protocol = protocol,
-                             .layer_norm = false,
-                             .float32_parameters = true,
-                             .aligned = true};
+    const auto protocol = static_cast<jin::NormProtocol>(static_cast<int>(plan.algorithm) + 1);
+    const jin::NormCall norm{
+        .x = call.in,
+        .residual = zeros.words,
+        .weight = zeros.words,
+        .bias = nullptr,
+        .normed = normed.words,
+        .new_residual = call.out,
+        .shard_bytes = plan.algorithm == jin::Algorithm::kReduceScatter ? call.bytes : 0,
+        .rows = static_cast<size_t>(plan.packs),
+        .hidden = 4,
+        .eps = 1,
+        .weight_offset = 0,
+        .algorithm = plan.algorithm,
+        .protocol = protocol,
+        .layer_norm = false,
+        .float32_parameters = true,
+        .aligned = true};
     jin::Norm<jin::F32, N, true, MaybeBroken<jin::BarePackets>>::Run(t, g, norm);
   }
   static_assert(static_cast<int>(jin::NormProtocol::kOneShot) ==
-                    static_cast<int>(Kind::kOneShot) + 1 &&
+                    static_cast<int>(jin::Algorithm::kOneShot) + 1 &&
                 static_cast<int>(jin::NormProtocol::kReduceScatter) ==
-                    static_cast<int>(Kind::kReduceScatter) + 1);
+                    static_cast<int>(jin::Algorithm::kReduceScatter) + 1);
 
   // Quads of the even and of the odd ranks; an even rank's relay is the next one. What a rank has
   // no link to, it has no address of: an access would be outside of all regions.
@@ -352,7 +324,7 @@ class Sequence {
     group.epoch_buffer_bytes = epoch_buffer_bytes_;
     group.rank = rank;
     group.size = ranks_;
-    if (plans_.front().kind == Kind::kHybridCubeMesh) LinkAsMesh(&group);
+    if (plans_.front().algorithm == jin::Algorithm::kHybridCubeMesh) LinkAsMesh(&group);
     for (size_t k = 0; k < plans_.size(); ++k) {
       const Plan& plan = plans_[k];
       const int late = local.late_count[machine_.current()];
@@ -360,7 +332,7 @@ class Sequence {
         ModelThread thread{block, plan.blocks};
         const jin::Buffer call{inputs_[rank][k].words, local.out[rank][k],
                                static_cast<size_t>(16 * plan.packs)};
-        if (plan.norm && !jin::OnlyCopies(AlgorithmOf(plan.kind))) {
+        if (plan.norm && !jin::OnlyCopies(plan.algorithm)) {
           ranks_ == 2 ? RunNorm<2>(thread, group, call, plan)
                       : RunNorm<0>(thread, group, call, plan);
         } else if (every_access_) {
@@ -390,7 +362,7 @@ class Sequence {
   void EndOperation(int rank, int k) {
     const Plan& plan = plans_[k];
     const size_t shard = 4 * plan.packs;
-    const jin::Algorithm algorithm = AlgorithmOf(plan.kind);
+    const jin::Algorithm algorithm = plan.algorithm;
     const size_t n = shard * jin::OutputShards(algorithm, ranks_);
     for (size_t i = 0; i < n; ++i) {
       const bool part = jin::InputShards(algorithm, ranks_) > 1;
@@ -401,7 +373,7 @@ class Sequence {
       if (every_access_ && i % 4 >= 2) continue;
       if (local.out[rank][k][i] != expected) {
         machine_.Fail("wrong: the result of operation " + std::to_string(k) + " (" +
-                      kNames[static_cast<int>(plan.kind)] + ") on rank " + std::to_string(rank));
+                      jin::AlgorithmName(plan.algorithm) + ") on rank " + std::to_string(rank));
       }
     }
     if (!broken.idle_epochs) return;
@@ -444,26 +416,27 @@ class Sequence {
 };
 
 // How the operations of a sequence differ apart from their kind.
-Plan PlanOf(int pattern, int k, Kind kind) {
-  const bool cut = jin::RunsInSegments(AlgorithmOf(kind));
+Plan PlanOf(int pattern, int k, jin::Algorithm algorithm) {
+  const bool cut = jin::RunsInSegments(algorithm);
   switch (pattern) {
     case 0:
-      return {kind, true, 1, 1};
+      return {algorithm, true, 1, 1};
     case 1:
-      return {kind, false, 1, 1};
+      return {algorithm, false, 1, 1};
     case 2:  // both kinds of packets and other layouts in the same memory
-      return {kind, k % 3 == 0, 1 + k % 2, 1};
+      return {algorithm, k % 3 == 0, 1 + k % 2, 1};
     case 3:  // kernels of two blocks and of one
-      return {kind, k % 4 < 2, 2, k % 3 == 1 ? 1 : 2};
+      return {algorithm, k % 4 < 2, 2, k % 3 == 1 ? 1 : 2};
     case 4:  // one, two or four segments
-      return {kind, k % 2 == 0, 2, 1, cut ? 1u << (k + 1) % 3 : 1u};
+      return {algorithm, k % 2 == 0, 2, 1, cut ? 1u << (k + 1) % 3 : 1u};
     case 6:  // norms of one row and of two; kernels of two blocks and of one
-      return {kind, true, 1 + (k + 1) % 2, k % 3 == 1 ? 1 : 2, 1, true};
+      return {algorithm, true, 1 + (k + 1) % 2, k % 3 == 1 ? 1 : 2, 1, true};
     default:  // first four segments (broken: three), of which the last is not full; kernels of two
               // blocks and of one
       if (cut && k == 0)
-        return broken.odd_segments ? Plan{kind, true, 5, 2, 3} : Plan{kind, true, 7, 2, 4};
-      return {kind, true, 4, k % 3 == 1 ? 1 : 2};
+        return broken.odd_segments ? Plan{algorithm, true, 5, 2, 3}
+                                   : Plan{algorithm, true, 7, 2, 4};
+      return {algorithm, true, 4, k % 3 == 1 ? 1 : 2};
   }
 }
 constexpr int kPatterns = 7;
@@ -513,9 +486,10 @@ int main(int argc, char** argv) {
       std::vector<Plan> plans;
       std::string names = "pattern " + std::to_string(pattern);
       for (int k = 0, c = combination; k < length; ++k, c /= kKinds) {
-        const Kind kind = mesh ? Kind::kHybridCubeMesh : static_cast<Kind>(c % kKinds);
+        const jin::Algorithm kind =
+            mesh ? jin::Algorithm::kHybridCubeMesh : kCollectives[c % kKinds];
         plans.push_back(PlanOf(pattern, k, kind));
-        names += std::string(" ") + kNames[static_cast<int>(kind)];
+        names += std::string(" ") + jin::AlgorithmName(kind);
       }
       if (totals.IsWrong(Sequence(ranks, plans, every_access).Search(), names)) return 1;
     }

@@ -3,7 +3,6 @@
 A chain of (operation, multiply) is timed, less the same chain without the operation.
 """
 
-import math
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -61,9 +60,8 @@ def measure(
     counts = [leaf.size // n for leaf in data]
     selected = _selected(operation, mesh, counts, dtype)
     reasons = [chosen.reason for chosen in selected if chosen.algorithm == "lax"]
-    wrong = oracle_of.count_wrong(ours, oracle_of.tolerance if reasons else None)
-    lax_wrong = oracle_of.count_wrong(lax, oracle_of.tolerance)
-    errors = [oracle_of.error(result) for result in (ours, lax)]
+    our_check = oracle_of.compare(ours, oracle_of.tolerance if reasons else None)
+    lax_check = oracle_of.compare(lax, oracle_of.tolerance)
 
     shipped = None
     if tuning.rows_for([mesh.devices.flat[0].device_kind]) is not None:
@@ -73,7 +71,9 @@ def measure(
         settings, operation, mesh, data, size, label, with_shipped=shipped is not None
     )
     graph_times, graph_wrong = None, None
-    if _can_measure_in_graph(settings, operation, selected):
+    # A sequence of our kernels on one array can be measured there.
+    can_be_in_graph = settings.platform == "gpu" and settings.leaves == 1 and not operation.is_mean
+    if can_be_in_graph and not reasons:
         shards = oracle_of.own_shards(mesh)
         graph_times, graph_wrong = measure_in_graph(
             settings, oracle_of, mesh, selected, shards, label
@@ -94,20 +94,12 @@ def measure(
         **timing.fields(times),
         "algbw": algbw,
         "busbw": algbw * operation.bus_factor(n) if algbw is not None else None,
-        "wrong": all_ranks.total(f"{label}/wrong", wrong),
-        "lax_wrong": all_ranks.total(f"{label}/lax_wrong", lax_wrong),
-        "error": _finite_largest(f"{label}/error", errors[0]),
-        "lax_error": _finite_largest(f"{label}/lax_error", errors[1]),
+        **oracle.fields(label, our_check, lax_check),
         "handler_calls": handler_calls,
         "shipped_algorithm": shipped,
         "shipped_time_us": times["shipped"].p50 if shipped is not None else None,
     }
     return row, reasons[0] if reasons else None
-
-
-def _finite_largest(label: str, error: float | None) -> float | None:
-    found = None if error is None else all_ranks.largest(label, error)
-    return found if found is not None and math.isfinite(found) else None
 
 
 def split_points(count: int, leaves: int, multiple: int = 1) -> list[int]:
@@ -228,18 +220,6 @@ def times_from_jax(
 # Times of our kernels alone, back to back in a CUDA graph.
 
 
-def _can_measure_in_graph(
-    settings: Settings, operation: Operation, selected: Sequence[select.Selection]
-) -> bool:
-    """Returns whether the operation is a sequence of our kernels on one array."""
-    return (
-        settings.platform == "gpu"
-        and settings.leaves == 1
-        and not operation.is_mean
-        and all(chosen.algorithm != "lax" for chosen in selected)
-    )
-
-
 def measure_in_graph(
     settings: Settings,
     right: oracle.Collective,
@@ -258,38 +238,37 @@ def measure_in_graph(
         The slowest rank's times, summed over the steps, and the number of wrong elements on all
         ranks.
     """
-    times = timing.Times(0, 0)
-    data = shards
+    p50, p99, data = 0.0, 0.0, shards
     for step, chosen in enumerate(selected):
         # A kernel's wait for its peers has a time limit, which must not include their compilation.
         all_ranks.values(f"{label}/graph/{step}/start", 0)
-        step_times, data = _measure_step_in_graph(settings, mesh, chosen, data)
-        times += timing.slowest_rank(f"{label}/graph/{step}", step_times)
+        us, data = _run_in_graph(settings, mesh, chosen, data)
+        times = timing.of_slowest(f"{label}/graph/{step}", *us)
+        p50, p99 = p50 + times.p50, p99 + times.p99
     wrong = sum(
         oracle.count_wrong(got, right.expected[right.part(rank, len(got))], None)
         for rank, got in data.items()
     )
-    return times, all_ranks.total(f"{label}/graph/wrong", wrong)
+    return timing.Times(p50, p99), all_ranks.total(f"{label}/graph/wrong", wrong)
 
 
-def _measure_step_in_graph(
+def _run_in_graph(
     settings: Settings, mesh: Mesh, chosen: select.Selection, data: dict[int, np.ndarray]
-) -> tuple[timing.Times, dict[int, np.ndarray]]:
+) -> tuple[list[Any], dict[int, np.ndarray]]:
     """Runs one kernel on all devices of this process at once, with a thread for each device.
 
     Returns:
-        The slowest device's times, and each device's result.
+        Each device's times in microseconds, and its result.
     """
     groups = partition_lib.partition(mesh, ("x",))
-    devices = mesh.devices.flat
     module: Any = extension.module("gpu")
 
-    def on_device(rank: int) -> tuple[timing.Times, np.ndarray]:
+    def on_device(rank: int) -> tuple[Any, np.ndarray]:
         operand = data[rank]
         us, output = module.time_in_graph(
             list(groups.device_ids),
             groups.group_size,
-            agreed.native_ordinal(devices[rank]),
+            agreed.native_ordinal(mesh.devices.flat[rank]),
             definitions.ALGORITHMS.index(chosen.algorithm),
             chosen.segments,
             chosen.blocks,
@@ -299,11 +278,8 @@ def _measure_step_in_graph(
             _CALLS_IN_GRAPH,
             settings.warmup_iterations + settings.iterations,
         )
-        times = timing.statistics(us[settings.warmup_iterations :])
-        return times, np.frombuffer(output, operand.dtype)
+        return us[settings.warmup_iterations :], np.frombuffer(output, operand.dtype)
 
     with ThreadPoolExecutor(len(data)) as threads:
-        results = dict(zip(data, threads.map(on_device, data), strict=True))
-    p50 = max(times.p50 for times, _ in results.values())
-    p99 = max(times.p99 for times, _ in results.values())
-    return timing.Times(p50, p99), {rank: output for rank, (_, output) in results.items()}
+        us, outputs = zip(*threads.map(on_device, data), strict=True)
+    return list(us), dict(zip(data, outputs, strict=True))

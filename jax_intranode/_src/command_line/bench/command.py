@@ -145,7 +145,7 @@ def parse_size(text: str) -> int:
     factor = _SIZE_SUFFIXES.get(suffix, 1)
     digits = text[:-1] if suffix in _SIZE_SUFFIXES else text
     if not digits.isdecimal() or int(digits) == 0:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a size such as 512, 4K, 1M or 1G")
+        raise WrongInput(f"{text!r} is not a size such as 512, 4K, 1M or 1G")
     return int(digits) * factor
 
 
@@ -167,18 +167,13 @@ def _parse_name(text: str) -> str:
         try:
             programs = source_tree.load("bench_programs.definitions", "bench of other programs")
         except WrongInput as error:
-            raise argparse.ArgumentTypeError(
-                f"{text!r} is none of {', '.join(names)}; {error}"
-            ) from None
+            raise WrongInput(f"{text!r} is none of {', '.join(names)}; {error}") from None
         names_from([*names, *programs.PROGRAMS])(text)
     return text
 
 
 def _parse_peers(text: str) -> list[str]:
-    try:
-        peers = source_tree.load("bench_peers.registry", "--peers").PEERS
-    except WrongInput as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
+    peers = source_tree.load("bench_peers.registry", "--peers").PEERS
     return list(peers) if text == "all" else names_from((*peers, "all"))(text)
 
 
@@ -187,18 +182,14 @@ def _parse_plan(text: str) -> dict[str, int]:
     try:
         return dataclasses.asdict(parse_plan(text))
     except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
+        raise WrongInput(str(error)) from None
 
 
 # From parsed arguments to settings.
 
 
 def settings_of(arguments: argparse.Namespace, platform: str, devices: int) -> list[Settings]:
-    """Returns the settings of each mode.
-
-    Raises:
-        WrongInput: the options contradict each other or can't work here.
-    """
+    """Returns the settings of each mode, after a check of the options."""
     _check(arguments)
     name = arguments.name
     shapes = _shapes(arguments, platform, devices) if name in MATMULS else []
@@ -283,11 +274,7 @@ def _check_sizes(arguments: argparse.Namespace, largest: int, settings: Settings
 
 
 def _shapes(arguments: argparse.Namespace, platform: str, devices: int) -> Sequence[Shape]:
-    """Returns the shapes of a collective matmul that the options ask for.
-
-    Raises:
-        WrongInput: a shape can't be divided among the devices.
-    """
+    """Returns the shapes of a collective matmul that the options ask for."""
     presets = arguments.preset
     if not presets and not arguments.shapes:
         presets = ["reference" if platform == "gpu" else "tiny"]

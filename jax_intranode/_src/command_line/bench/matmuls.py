@@ -18,7 +18,6 @@ from jax_intranode._src.command_line.bench import oracle, timing
 from jax_intranode._src.command_line.bench.operations import MATMULS, Matmul, Shape, flops
 from jax_intranode._src.command_line.bench.oracle import Data
 from jax_intranode._src.command_line.bench.settings import Settings
-from jax_intranode._src.command_line.launcher import all_ranks
 from jax_intranode._src.group import rendezvous as rendezvous_lib
 from jax_intranode._src.selection import tuning
 from jax_intranode._src.selection.overlap import choice
@@ -60,13 +59,7 @@ def measure(
     plans = plans_in(ours.program(mesh).lower(ours.moving, *ours.fixed).as_text())
     fallback = next((call.reason for call in chosen if call.algorithm == "lax"), None)
 
-    checked = _check(mesh, matmul, backward, data, ours, by_lax)
-    wrong, lax_wrong = (
-        all_ranks.total(f"{label}/wrong/{k}", count) for k, count in enumerate(checked[:2])
-    )
-    errors = (all_ranks.largest(f"{label}/error/{k}", off) for k, off in enumerate(checked[2:]))
-    error, lax_error = (off if math.isfinite(off) else None for off in errors)
-
+    checked = oracle.fields(label, *_check(mesh, matmul, backward, data, ours, by_lax))
     length = chain_length(settings, dtype_name, shape)
     nothing = overhead_s(mesh, settings, ours, length)
     calls = {"ours": ours, "lax": by_lax, "alone": _alone(data, backward)}
@@ -109,14 +102,11 @@ def measure(
         "chain": length,
         **timing.fields(times),
         "tflops": flops(shape, backward) / our_us / 1e6,
-        "wrong": wrong,
+        **checked,
         "alone_time_us": alone_us,
         "bound_us": bound,
         "share": None if bound is None else bound / our_us,
         "lax_share": None if bound is None else bound / lax_us,
-        "lax_wrong": lax_wrong,
-        "error": error,
-        "lax_error": lax_error,
         "handler_calls": handler_calls,
         "shipped_plan": shipped,
         "shipped_time_us": None if shipped is None else times["shipped"].p50,
@@ -139,10 +129,7 @@ def plans_in(module: str) -> list[dict[str, int]]:
 class Call:
     """A function of per-device arrays that returns a list of arrays, and its operands.
 
-    Attributes:
-        function: the function.
-        moving: its first operand, which a chain changes.
-        fixed: the other operands.
+    A chain changes the first one, `moving`.
     """
 
     function: Callable[..., list[Any]]
@@ -190,16 +177,16 @@ def _nothing(mesh: Mesh, call: Call) -> Call:
 
 def _check(
     mesh: Mesh, matmul: Matmul, backward: bool, data: Data, ours: Call, by_lax: Call
-) -> tuple[int, int, float, float]:
-    """Returns the wrong elements of our results and of lax's, and the errors of both."""
+) -> tuple[tuple[int, float], tuple[int, float]]:
+    """Returns the wrong elements and the error of our results, and those of lax's."""
     got, expected = ours.results(mesh), by_lax.results(mesh)
-    (wrong, error), (lax_wrong, lax_error) = (
+    (wrong, error), of_lax = (
         oracle.compare_sample(mesh, matmul, backward, data, results) for results in (got, expected)
     )
     wrong += oracle.count_unlike(mesh, got, expected, matmul.results(backward))
     if matmul.gathers and not backward:
         wrong += oracle.count_wrong_gathered(mesh, data, matmul)
-    return wrong, lax_wrong, error, lax_error
+    return (wrong, error), of_lax
 
 
 # Chains.

@@ -149,12 +149,6 @@ class Matmul:
         """Whether x is gathered, so that a device has a part of its rows."""
         return self.backward[0].part
 
-    def x_rows(self, shape: Shape, devices: int) -> int:
-        return shape.m // devices if self.gathers else shape.m
-
-    def result_rows(self, shape: Shape, devices: int) -> int:
-        return shape.m // devices if self.forward.part else shape.m
-
     def results(self, backward: bool) -> tuple[Result, ...]:
         return self.backward if backward else (self.forward,)
 

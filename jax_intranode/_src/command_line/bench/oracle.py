@@ -19,6 +19,7 @@ from jax.sharding import Mesh
 import jax_intranode
 from jax_intranode._src.command_line.bench import timing
 from jax_intranode._src.command_line.bench.operations import Matmul, Operation, Result, Shape
+from jax_intranode._src.command_line.launcher import all_ranks
 
 # Collectives.
 
@@ -74,6 +75,23 @@ def count_wrong(got: np.ndarray, expected: np.ndarray, tolerance: np.ndarray | N
         off = np.abs(got.astype(np.float64) - expected.astype(np.float64))
         right = off <= tolerance  # False for NaN.
     return int(np.count_nonzero(~right))
+
+
+def fields(
+    label: str, ours: tuple[int, float | None], lax: tuple[int, float | None]
+) -> dict[str, Any]:
+    """Returns the fields of a row on wrong elements and errors, over all ranks.
+
+    Args:
+        ours: the wrong elements and the largest error of our results on this process's devices.
+        lax: those of the results of `jax.lax`.
+    """
+    row: dict[str, Any] = {}
+    for prefix, (wrong, error) in (("", ours), ("lax_", lax)):
+        largest = all_ranks.largest(f"{label}/{prefix}error", math.nan if error is None else error)
+        row[f"{prefix}wrong"] = all_ranks.total(f"{label}/{prefix}wrong", wrong)
+        row[f"{prefix}error"] = largest if math.isfinite(largest) else None
+    return row
 
 
 class Collective:
@@ -133,32 +151,23 @@ class Collective:
         has_part = self.operation.result_is_part or self.operation.exchanges
         return slice(rank * count, (rank + 1) * count) if has_part else slice(None)
 
-    def _of_devices(self, result: jax.Array) -> Iterable[tuple[np.ndarray, slice]]:
-        """The results of this process's devices, and what part of the expected one they have."""
+    def compare(self, result: jax.Array, tolerance: np.ndarray | None) -> tuple[int, float | None]:
+        """Compares the results of this process's devices.
+
+        Returns:
+            The number of wrong elements; and the largest error, the root mean square of the
+            difference relative to that of the exact result, or None where nothing is rounded.
+        """
+        wrong, errors = 0, []
         for shard in result.addressable_shards:
             got = np.asarray(shard.data)
-            yield got, self.part((shard.index[0].start or 0) // len(got), len(got))
-
-    def count_wrong(self, result: jax.Array, tolerance: np.ndarray | None) -> int:
-        """Counts the wrong elements in the results of this process's devices."""
-        return sum(
-            count_wrong(got, self.expected[part], None if tolerance is None else tolerance[part])
-            for got, part in self._of_devices(result)
-        )
-
-    def error(self, result: jax.Array) -> float | None:
-        """Returns the largest error of this process's devices; None where nothing is rounded.
-
-        The error is the root mean square of the difference, relative to that of the exact result.
-        """
-        exact = self.exact
-        if exact is None:
-            return None
-        errors = []
-        for got, part in self._of_devices(result):
-            off = got.astype(np.float64) - exact[part]
-            errors.append(math.sqrt(np.sum(off**2) / np.sum(exact[part] ** 2)))
-        return float(np.max(errors))  # NaN if one of them is
+            part = self.part((shard.index[0].start or 0) // len(got), len(got))
+            allowed = None if tolerance is None else tolerance[part]
+            wrong += count_wrong(got, self.expected[part], allowed)
+            if self.exact is not None:
+                off, exact = got.astype(np.float64) - self.exact[part], self.exact[part]
+                errors.append(math.sqrt(np.sum(off**2) / np.sum(exact**2)))
+        return wrong, float(np.max(errors)) if errors else None  # NaN if one of them is
 
 
 # Collective matmuls.
@@ -193,9 +202,9 @@ def make(matmul: Matmul, shape: Shape, dtype: np.dtype[Any], mesh: Mesh) -> Data
     """Returns random data on the devices, uniform between -1 and 1."""
     n = mesh.size
     shapes = (
-        (matmul.x_rows(shape, n), shape.k),
+        (shape.m // n if matmul.gathers else shape.m, shape.k),
         (shape.k, shape.n),
-        (matmul.result_rows(shape, n), shape.n),
+        (shape.m // n if matmul.forward.part else shape.m, shape.n),
     )
 
     def body(rank: jax.Array) -> Data:

@@ -125,15 +125,9 @@ def read(path: Path) -> dict[str, Any]:
 
 
 class Column(NamedTuple):
-    """A column of a table.
+    """A column of a table: its field of a row, and how that is shown.
 
-    Attributes:
-        field: the field of a row.
-        title: its head.
-        width: its width.
-        form: the format of a number.
-        factor: a number is multiplied by this.
-        nothing: stands for None.
+    A number is multiplied by `factor`; `nothing` stands for None.
     """
 
     field: str

@@ -1,6 +1,5 @@
 """The settings of a measurement, which the parent process sends to the ranks."""
 
-import argparse
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
@@ -114,7 +113,7 @@ def parse_shapes(text: str) -> list[Shape]:
     for part in text.split(";"):
         numbers = [number.strip() for number in part.split(",")]
         if len(numbers) != 3 or not all(n.isdecimal() and int(n) > 0 for n in numbers):
-            raise argparse.ArgumentTypeError(
+            raise WrongInput(
                 f"{part!r} is not M,K,N: three positive integers; separate shapes by semicolons"
             )
         shapes.append(Shape(*map(int, numbers)))
@@ -122,11 +121,7 @@ def parse_shapes(text: str) -> list[Shape]:
 
 
 def of_presets(names: Iterable[str], operation: str, devices: int) -> list[Shape]:
-    """Returns the shapes of presets, each once.
-
-    Raises:
-        WrongInput: a layer can't be divided evenly among the devices.
-    """
+    """Returns the shapes of presets, each once."""
     gathers = MATMULS[operation].gathers
     shapes: list[Shape] = []
 

@@ -2,8 +2,7 @@
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -14,34 +13,23 @@ from jax_intranode._src.command_line.launcher import all_ranks
 from jax_intranode._src.native import extension
 
 
-@dataclass(frozen=True)
-class Times:
-    """Statistics of the repetitions, in microseconds a call.
+class Times(NamedTuple):
+    """Median and 99th percentile of the repetitions, in microseconds a call.
 
-    Attributes:
-        p50: the median.
-        p99: the 99th percentile. With few repetitions it is almost the largest time.
+    With few repetitions the latter is almost the largest time.
     """
 
     p50: float
     p99: float
 
-    def __add__(self, other: "Times") -> "Times":
-        """Returns the times of two operations in a row."""
-        return Times(self.p50 + other.p50, self.p99 + other.p99)
 
+def of_slowest(name: str, *us: Sequence[float] | np.ndarray) -> Times:
+    """Returns the largest times of all ranks, and of several devices of this one.
 
-def statistics(us: Sequence[float] | np.ndarray) -> Times:
-    p50, p99 = np.percentile(us, (50, 99))
-    return Times(float(p50), float(p99))
-
-
-def slowest_rank(name: str, times: Times) -> Times:
-    """Returns the largest times of all ranks. An operation is done when its last rank is."""
-    return Times(
-        all_ranks.largest(f"{name}/p50", times.p50),
-        all_ranks.largest(f"{name}/p99", times.p99),
-    )
+    An operation is done when its last device is.
+    """
+    p50, p99 = np.max([np.percentile(of_device, (50, 99)) for of_device in us], axis=0)
+    return Times(all_ranks.largest(f"{name}/p50", p50), all_ranks.largest(f"{name}/p99", p99))
 
 
 def array(mesh: Mesh, count: int, shard: Callable[[int], np.ndarray]) -> jax.Array:
@@ -190,7 +178,5 @@ def compare(
     if "empty" in us:
         nothing = np.median(us.pop("empty"))
         us = {name: np.maximum(of_run - nothing, 0) for name, of_run in us.items()}
-    times = {
-        name: slowest_rank(f"{label}/{name}", statistics(of_run)) for name, of_run in us.items()
-    }
+    times = {name: of_slowest(f"{label}/{name}", of_run) for name, of_run in us.items()}
     return times, all_ranks.total(f"{label}/handler_calls", handler_calls)

@@ -67,27 +67,21 @@ def connect(platform: str) -> int:
         This process's rank.
     """
     sys.excepthook = _exit_at_once
-    rank = int(os.environ[config.RANK])
     local_devices = _local_devices()
     if platform == "cpu":
         jax.config.update("jax_platforms", "cpu")
         jax.config.update("jax_num_cpu_devices", len(local_devices))
         jax.config.update("jax_cpu_collectives_implementation", "gloo")
         local_devices = list(range(len(local_devices)))
-    address = os.environ[config.COORDINATOR]
-    if address.startswith("unix:"):
+    if os.environ[config.COORDINATOR].startswith("unix:"):
         distributed.use_service_elsewhere()
-    jax.distributed.initialize(
-        address,
-        int(os.environ[config.WORLD_SIZE]),
-        rank,
-        local_device_ids=local_devices,
-        coordinator_bind_address=address,  # by default all interfaces of the host
-        initialization_timeout=60,
-        heartbeat_timeout_seconds=100,
-        shutdown_timeout_seconds=30,
-    )
-    return rank
+    timeouts = {
+        "initialization_timeout": 60,
+        "heartbeat_timeout_seconds": 100,
+        "shutdown_timeout_seconds": 30,
+    }
+    jax.distributed.initialize(**_arguments({**timeouts, "local_device_ids": local_devices}))
+    return int(os.environ[config.RANK])
 
 
 def join_at_first_use() -> None:
@@ -97,11 +91,6 @@ def join_at_first_use() -> None:
     """
     jax.config.update("jax_check_proxy_envs", False)  # gRPC asks none for a Unix socket
     distributed.join_at_first_use(_arguments)
-
-
-def leave() -> None:
-    """Lets this process end without waiting for the other ranks."""
-    distributed.leave_without_waiting()
 
 
 def _arguments(given: dict[str, Any]) -> dict[str, Any]:
@@ -129,7 +118,7 @@ def _arguments(given: dict[str, Any]) -> dict[str, Any]:
     arguments = {
         **given,
         "coordinator_address": address,
-        "coordinator_bind_address": address,  # JAX logs it
+        "coordinator_bind_address": address,  # by default all interfaces of the host; JAX logs it
         "num_processes": world_size,
         "process_id": rank,
         "cluster_detection_method": "deactivate",  # Slurm's, within an allocation

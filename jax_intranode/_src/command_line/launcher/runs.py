@@ -11,6 +11,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, TextIO
@@ -26,6 +27,8 @@ PROCESS_PER_DEVICE = "process-per-device"
 SINGLE_PROCESS = "single-process"
 MODES = (PROCESS_PER_DEVICE, SINGLE_PROCESS)
 
+# The file in the directory of the logs to which rank 0 writes messages.
+MESSAGES = "messages"
 _LOG_TAIL_CHARS = 4000
 # The program of a rank that calls a function. Not -m: the function may import this module, too.
 _CALL = "from jax_intranode._src.command_line.launcher.all_ranks import call; call()"
@@ -54,96 +57,6 @@ class RankError(Failed):
             lines.append(f"---- rank {rank}, exit code {exit_codes[rank]}")
             lines.append(logs[rank][-_LOG_TAIL_CHARS:].rstrip())
         super().__init__("\n".join(lines))
-
-
-def run_ranks(
-    commands: Sequence[Sequence[str]],
-    *,
-    timeout_s: float,
-    log_dir: Path,
-    env: Sequence[Mapping[str, str]] | None = None,
-    grace_s: float = 2.0,
-    joined: bool = False,
-    follow: Callable[[bool], None] = lambda ended: None,
-) -> None:
-    """Runs one process per rank until all have succeeded.
-
-    When a rank fails, the others get `grace_s` to report errors of their own. A rank that still
-    runs then, or at the time limit, gets SIGABRT, upon which Python prints its stacks, and then
-    SIGKILL, together with the processes that it started. When this function returns or raises, no
-    rank is left.
-
-    Args:
-        commands: The command of each rank.
-        log_dir: An existing directory; rank r's stdout and stderr go to `rank{r}.log` there.
-        env: For each rank, variables to add to this process's environment, and to those by which
-            the ranks join.
-        grace_s: How long the other ranks may go on after the first failure.
-        joined: Whether they join each other by `connect`; JAX's coordination service then runs in
-            this process, for this user alone.
-        follow: Is called all the time, and in the end with True.
-
-    Raises:
-        RankError: A rank failed, or the time limit came first.
-    """
-    deadline = time.monotonic() + timeout_s
-    log_paths = [log_dir / f"rank{rank}.log" for rank in range(len(commands))]
-    variables = [dict(of_rank) for of_rank in env or [{} for _ in commands]]
-    with contextlib.ExitStack() as stack:
-        if joined:
-            address = stack.enter_context(coordination_service(len(commands)))
-            for rank, of_rank in enumerate(variables):
-                variables[rank] = {**rank_env(rank, len(commands), address), **of_rank}
-        with contextlib.ExitStack() as logs:  # this process needs none of them
-            opened = [logs.enter_context(open_log(path)) for path in log_paths]
-            streams = [Streams(stdout=log, stderr=subprocess.STDOUT) for log in opened]
-            job = stack.enter_context(Job(commands, env=variables, streams=streams))
-
-        def wait(until: float, wakes: Callable[[], bool] = lambda: False) -> None:
-            while job.running and not wakes() and (left := until - time.monotonic()) > 0:
-                job.wait(left)
-                follow(False)
-
-        stack.callback(follow, True)
-        wait(deadline, lambda: job.first_failed is not None)
-        first_failed = job.first_failed
-        wait(min(deadline, time.monotonic() + grace_s))
-        job.send(signal.SIGABRT)
-        wait(time.monotonic() + ABORT_S)
-
-    exit_codes = [code or 0 for code in job.exit_codes]
-    if any(exit_codes):
-        reason = f"rank {first_failed} failed first"
-        if first_failed is None:
-            reason = f"the ranks did not finish within {timeout_s:g} s"
-        texts = [path.read_text(errors="replace") for path in log_paths]
-        raise RankError(reason, exit_codes, first_failed, texts)
-
-
-class Devices(NamedTuple):
-    """The devices of a job.
-
-    Attributes:
-        platform: "cpu" or "gpu".
-        size: the number of devices.
-        mode: one of MODES.
-    """
-
-    platform: str
-    size: int
-    mode: str
-
-    @property
-    def ranks(self) -> int:
-        """The number of processes."""
-        return self.size if self.mode == PROCESS_PER_DEVICE else 1
-
-
-def end_by_exit(number: int, frame: object) -> None:
-    """A signal handler that ends the process by sys.exit, so that the ranks are ended, too."""
-    del frame
-    signal.signal(number, signal.SIG_IGN)  # a second signal would leave ranks behind
-    sys.exit(128 + number)
 
 
 class ProgressLine:
@@ -197,52 +110,127 @@ def minutes(seconds: float) -> str:
     return f"{int(seconds) // 60}:{int(seconds) % 60:02}"
 
 
-class Follower:
-    """Follows what a job writes: messages, and what is to be shown."""
+def run_ranks(
+    commands: Sequence[Sequence[str]],
+    *,
+    timeout_s: float,
+    log_dir: Path,
+    env: Sequence[Mapping[str, str]] | None = None,
+    grace_s: float = 2.0,
+    joined: bool = False,
+    line: ProgressLine | None = None,
+    hear: Callable[[dict[str, Any]], None] = lambda message: None,
+    shows_log: bool = False,
+) -> None:
+    """Runs one process per rank until all have succeeded.
 
-    def __init__(
-        self,
-        messages: Path,
-        line: ProgressLine | None,
-        take: Callable[[dict[str, Any]], None] = lambda message: None,
-        log: Path | None = None,
-    ) -> None:
-        """Begins with nothing.
+    When a rank fails, the others get `grace_s` to report errors of their own. A rank that still
+    runs then, or at the time limit, gets SIGABRT, upon which Python prints its stacks, and then
+    SIGKILL, together with the processes that it started. When this function returns or raises, no
+    rank is left.
 
-        Args:
-            messages: a file with a line of JSON for each message.
-            line: the progress line; it counts the messages with "begun".
-            take: gets each message.
-            log: a file that is copied to stdout while it grows, so that each row of a table appears
-                as soon as it is measured.
-        """
-        self._messages, self._line, self._take, self._log = messages, line, take, log
-        self._read: dict[Path, int] = {}  # how much of each file
+    Args:
+        commands: The command of each rank.
+        log_dir: An existing directory; rank r's stdout and stderr go to `rank{r}.log` there.
+        env: For each rank, variables to add to this process's environment, and to those by which
+            the ranks join.
+        grace_s: How long the other ranks may go on after the first failure.
+        joined: Whether they join each other by `connect`; JAX's coordination service then runs in
+            this process, for this user alone.
+        line: The progress line; it counts the messages with "begun".
+        hear: Gets each message that a rank has added to `log_dir / MESSAGES`, as a line of JSON.
+        shows_log: Whether to print what rank 0 prints, so that each row of a table appears as soon
+            as it is measured.
 
-    def follow(self, ended: bool = False) -> None:
+    Raises:
+        RankError: A rank failed, or the time limit came first.
+    """
+    deadline = time.monotonic() + timeout_s
+    log_paths = [log_dir / f"rank{rank}.log" for rank in range(len(commands))]
+    variables = [dict(of_rank) for of_rank in env or [{} for _ in commands]]
+    read: Counter[Path] = Counter()  # how much of each file
+
+    def follow(ended: bool = False) -> None:
         """Shows what is new, and the progress line again unless the job has ended."""
-        if self._log is not None and (text := self._new(self._log)):
-            if self._line is not None:
-                self._line.clear()
+        if shows_log and (text := _new(log_paths[0], read)):
+            if line is not None:
+                line.clear()
             print(text, end="", flush=True)
-        for text in self._new(self._messages).splitlines():
+        for text in _new(log_dir / MESSAGES, read).splitlines():
             message = json.loads(text)
-            if self._line is not None and "begun" in message:
-                self._line.begin(message["begun"])
-            self._take(message)
-        if self._line is not None:
-            (self._line.clear if ended else self._line.show)()
+            if line is not None and "begun" in message:
+                line.begin(message["begun"])
+            hear(message)
+        if line is not None:
+            (line.clear if ended else line.show)()
 
-    def _new(self, file: Path) -> str:
-        """What a file has since the last time, up to its last whole line."""
-        if not file.exists():
-            return ""
-        with file.open("rb") as stream:
-            stream.seek(self._read.get(file, 0))
-            data = stream.read()
-        data = data[: data.rfind(b"\n") + 1]
-        self._read[file] = self._read.get(file, 0) + len(data)
-        return data.decode(errors="replace")
+    with contextlib.ExitStack() as stack:
+        if joined:
+            address = stack.enter_context(coordination_service(len(commands)))
+            for rank, of_rank in enumerate(variables):
+                variables[rank] = {**rank_env(rank, len(commands), address), **of_rank}
+        with contextlib.ExitStack() as logs:  # this process needs none of them
+            opened = [logs.enter_context(open_log(path)) for path in log_paths]
+            streams = [Streams(stdout=log, stderr=subprocess.STDOUT) for log in opened]
+            job = stack.enter_context(Job(commands, env=variables, streams=streams))
+
+        def wait(until: float, wakes: Callable[[], bool] = lambda: False) -> None:
+            while job.running and not wakes() and (left := until - time.monotonic()) > 0:
+                job.wait(left)
+                follow()
+
+        stack.callback(follow, True)
+        wait(deadline, lambda: job.first_failed is not None)
+        first_failed = job.first_failed
+        wait(min(deadline, time.monotonic() + grace_s))
+        job.send(signal.SIGABRT)
+        wait(time.monotonic() + ABORT_S)
+
+    exit_codes = [code or 0 for code in job.exit_codes]
+    if any(exit_codes):
+        reason = f"rank {first_failed} failed first"
+        if first_failed is None:
+            reason = f"the ranks did not finish within {timeout_s:g} s"
+        texts = [path.read_text(errors="replace") for path in log_paths]
+        raise RankError(reason, exit_codes, first_failed, texts)
+
+
+def _new(file: Path, read: Counter[Path]) -> str:
+    """What a file has since the last time, up to its last whole line."""
+    if not file.exists():
+        return ""
+    with file.open("rb") as stream:
+        stream.seek(read[file])
+        data = stream.read()
+    data = data[: data.rfind(b"\n") + 1]
+    read[file] += len(data)
+    return data.decode(errors="replace")
+
+
+class Devices(NamedTuple):
+    """The devices of a job.
+
+    Attributes:
+        platform: "cpu" or "gpu".
+        size: the number of devices.
+        mode: one of MODES.
+    """
+
+    platform: str
+    size: int
+    mode: str
+
+    @property
+    def ranks(self) -> int:
+        """The number of processes."""
+        return self.size if self.mode == PROCESS_PER_DEVICE else 1
+
+
+def end_by_exit(number: int, frame: object) -> None:
+    """A signal handler that ends the process by sys.exit, so that the ranks are ended, too."""
+    del frame
+    signal.signal(number, signal.SIG_IGN)  # a second signal would leave ranks behind
+    sys.exit(128 + number)
 
 
 def run_function(
@@ -261,9 +249,7 @@ def run_function(
     Args:
         function: "module:name" of a function of an `all_ranks.Rank` and keyword arguments.
         arguments: the keyword arguments, which travel as JSON.
-        line: the progress line; it counts the messages with "begun".
-        hear: gets each message of rank 0.
-        shows_log: whether to print what rank 0 prints, while it does so.
+        line: see `run_ranks`, as for `hear` and `shows_log`.
     """
     env = [dict(variables or {}) for _ in range(devices.ranks)]
     for rank, of_rank in enumerate(env):
@@ -281,17 +267,16 @@ def run_function(
         hear(message)
 
     with tempfile.TemporaryDirectory(prefix="jax_intranode_") as name:
-        directory = Path(name)
-        messages = directory / "messages"
-        job = [function, json.dumps(arguments), json.dumps(devices), str(messages)]
+        job = [function, json.dumps(arguments), json.dumps(devices), f"{name}/{MESSAGES}"]
         command = [sys.executable, "-P", "-X", "faulthandler", "-c", _CALL, *job]
-        follower = Follower(messages, line, take, directory / "rank0.log" if shows_log else None)
         run_ranks(
             [command] * devices.ranks,
             timeout_s=timeout_s,
-            log_dir=directory,
+            log_dir=Path(name),
             env=env,
             joined=devices.ranks > 1,
-            follow=follower.follow,
+            line=line,
+            hear=take,
+            shows_log=shows_log,
         )
     return result

@@ -241,10 +241,10 @@ def _leave() -> None:
     """Makes this process end soon, though the other ranks do not: they may wait for this one."""
     with contextlib.suppress(Exception):  # a script may have closed stderr
         faulthandler.dump_traceback_later(_EXIT_S, exit=True)
-    rank = sys.modules.get("jax_intranode._src.command_line.launcher.rank")
-    if rank is not None:
+    distributed = sys.modules.get("jax_intranode._src.jax_private.distributed")
+    if distributed is not None:
         try:
-            rank.leave()
+            distributed.leave_without_waiting()
         except Exception:
             traceback.print_exc()
 

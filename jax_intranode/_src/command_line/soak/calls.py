@@ -12,7 +12,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -41,16 +41,6 @@ WORDS = 64  # of a carry
 _LATE = 1 << 14  # copies of the carry, which a late rank reverses in each turn of its loop
 
 
-class Choice(Protocol):
-    """Whatever chooses."""
-
-    def integer(self, low: int, high: int) -> int:
-        """An integer from `low` to `high`, both included."""
-
-    def one_of(self, values: Sequence[Any]) -> Any:
-        """One of the values."""
-
-
 class Seeded:
     """Chooses by a seed."""
 
@@ -58,6 +48,7 @@ class Seeded:
         self._generator = np.random.default_rng(seed)
 
     def integer(self, low: int, high: int) -> int:
+        """An integer from `low` to `high`, both included."""
         return int(self._generator.integers(low, high, endpoint=True))
 
     def one_of(self, values: Sequence[Any]) -> Any:
@@ -185,7 +176,7 @@ class Call:
 
 
 def random_call(
-    choose: Choice,
+    choose: Seeded,
     mesh: Mesh,
     most: dict[str, int],
     *,
@@ -195,8 +186,6 @@ def random_call(
     """Makes a call over some axes of a mesh, in any order.
 
     Args:
-        choose: chooses.
-        mesh: the mesh.
         most: for each operation to choose from the greatest number of elements of an operand, or
             of a part of it for each rank; for matmuls the greatest number of columns.
         ways: the ways to choose from.

@@ -28,6 +28,7 @@ from jax_intranode._src.command_line.options import (
     new_file,
     positive_number,
 )
+from jax_intranode._src.command_line.soak import rank
 
 DESCRIPTION = (
     "Runs random programs and compares every result with jax.lax, or with sums in rank order where "
@@ -104,8 +105,8 @@ def run(arguments: argparse.Namespace) -> int:
     print(f"# soak of {devices} x {platform}, --seed {seed}", flush=True)
     results = []
     for mode in modes:
-        run_mode = _Run(Devices(platform, devices, mode), seed, seconds, arguments.program)
-        results.append({"mode": mode, **run_mode.run()})
+        of_mode = _Run(Devices(platform, devices, mode), seed, seconds, arguments.program)
+        results.append({"mode": mode, **of_mode.run()})
     if arguments.json is not None:
         header = {"seed": seed, "platform": platform, "devices": devices}
         arguments.json.write_text(json.dumps({**header, "modes": results}, indent=2) + "\n")
@@ -115,15 +116,13 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 class _Run(ProgressLine):
+    """The run of one mode, and its progress."""
+
     def __init__(self, job: Devices, seed: int, seconds: float, program: int | None) -> None:
         super().__init__(sys.stderr, 0)
         self._job, self._seed, self._seconds, self._program = job, seed, seconds, program
-        self._counts: dict[str, Any] = {
-            **dict.fromkeys(("programs", "runs", "operations", "elements", "wrong"), 0),
-            "failures": [],
-        }
-        self._begun = "no program yet"
-        self._shown = time.monotonic()
+        self._heard: dict[str, Any] = {"begun": "no program yet", "counts": rank.no_counts()}
+        self._shown = self.started
 
     def run(self) -> dict[str, Any]:
         """Runs the ranks; returns the last counts, and as "error" what a rank has printed."""
@@ -142,22 +141,19 @@ class _Run(ProgressLine):
                 timeout_s=self._seconds + _SLACK_S,
                 variables=variables,
                 line=self,
-                hear=self._hear,
+                hear=self._heard.update,
             )
         except RankError as failed:
             error = str(failed)
-        print(f"{self._job.mode}: {_text(self._counts)}", flush=True)
-        for failure in self._counts["failures"]:
+        counts = self._heard["counts"]
+        print(f"{self._job.mode}: {self._so_far()}", flush=True)
+        for failure in counts["failures"]:
             print(f"WRONG: {failure['wrong']} elements of {failure['text']}")
             print(self._again(failure["program"]), flush=True)
         if error is not None:
-            print(f"A RANK FAILED in {self._begun}\n{self._again(self._counts['programs'])}")
+            print(f"A RANK FAILED in {self._heard['begun']}\n{self._again(counts['programs'])}")
             print(error, flush=True)
-        return {**self._counts, "error": error}
-
-    def _hear(self, message: dict[str, Any]) -> None:
-        self._counts = message.get("counts", self._counts)
-        self._begun = message.get("begun", self._begun)
+        return {**counts, "error": error}
 
     def _again(self, program: int) -> str:
         """The command that runs a program again."""
@@ -168,9 +164,17 @@ class _Run(ProgressLine):
             f"--mode {mode} --seed {self._seed} --program {number}"
         )
 
+    def _so_far(self) -> str:
+        counts = self._heard["counts"]
+        return (
+            f"{counts['programs']} programs, {counts['runs']} runs, {counts['operations']} "
+            f"operations in our kernels, {counts['elements']:.3g} elements compared, "
+            f"{counts['wrong']} wrong"
+        )
+
     def text(self) -> str:
         left = minutes(max(0, self._seconds - (time.monotonic() - self.started)))
-        return f"{self._job.mode}, {left} left: {_text(self._counts)}"
+        return f"{self._job.mode}, {left} left: {self._so_far()}"
 
     def show(self) -> None:
         """Shows the line, or prints it now and then where the output is not a terminal."""
@@ -178,10 +182,3 @@ class _Run(ProgressLine):
         if not sys.stderr.isatty() and time.monotonic() - self._shown > _LINES_S:
             self._shown = time.monotonic()
             print(self.text(), flush=True)
-
-
-def _text(counts: dict[str, Any]) -> str:
-    return (
-        f"{counts['programs']} programs, {counts['runs']} runs, {counts['operations']} operations "
-        f"in our kernels, {counts['elements']:.3g} elements compared, {counts['wrong']} wrong"
-    )

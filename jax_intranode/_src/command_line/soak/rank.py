@@ -122,6 +122,14 @@ def make(seed: int, number: int, devices: int, platform: str) -> Program:
     )
 
 
+def no_counts() -> dict[str, Any]:
+    """The counts of a run before its first program."""
+    return {
+        **dict.fromkeys(("programs", "runs", "operations", "elements", "wrong"), 0),
+        "failures": [],
+    }
+
+
 def run(rank: Rank, seed: int, seconds: float, program: int | None = None) -> dict[str, Any]:
     """Runs programs until the time is over, and returns the counts of all ranks together.
 
@@ -132,11 +140,7 @@ def run(rank: Rank, seed: int, seconds: float, program: int | None = None) -> di
     """
     rank.mesh()  # checks the platform
     jax.config.update("jax_enable_x64", True)
-    counts: dict[str, Any] = {
-        **dict.fromkeys(("programs", "runs", "operations", "elements", "wrong"), 0),
-        "failures": [],
-    }
-    end = time.monotonic() + seconds
+    counts, end = no_counts(), time.monotonic() + seconds
     number = program or 0
     life = None
     while True:
@@ -148,7 +152,11 @@ def run(rank: Rank, seed: int, seconds: float, program: int | None = None) -> di
         made = make(seed, number, rank.devices.size, rank.devices.platform)
         if number // PROGRAMS_OF_A_LIFE != life:
             life = number // PROGRAMS_OF_A_LIFE
-            _begin_life(made.algorithm)
+            # All communicators end. The programs of the new life make their own.
+            jax_intranode.shutdown()
+            jax.clear_caches()
+            os.environ["JAX_INTRANODE_ALGORITHM"] = made.algorithm
+            config.get.cache_clear()
         rank.begin(str(made))
         before = jax_intranode.usage_counter()
         try:
@@ -156,12 +164,11 @@ def run(rank: Rank, seed: int, seconds: float, program: int | None = None) -> di
         except BaseException:
             sys.stderr.write(f"This failed: {made}\n")
             raise
+        operations = jax_intranode.usage_counter() - before
         wrong = all_ranks.total(f"{name}/wrong", wrong)
         counts["programs"] += 1
         counts["runs"] += made.rounds
-        counts["operations"] += all_ranks.total(
-            f"{name}/operations", jax_intranode.usage_counter() - before
-        )
+        counts["operations"] += all_ranks.total(f"{name}/operations", operations)
         counts["elements"] += all_ranks.total(f"{name}/elements", elements)
         counts["wrong"] += wrong
         first = int(min(all_ranks.values(f"{name}/first", first)))
@@ -170,14 +177,6 @@ def run(rank: Rank, seed: int, seconds: float, program: int | None = None) -> di
             counts["failures"].append({"program": number, "wrong": wrong, "text": text})
         rank.tell(counts=counts)
         number += 1
-
-
-def _begin_life(algorithm: str) -> None:
-    """Ends all communicators. The programs of the new life make their own."""
-    jax_intranode.shutdown()
-    jax.clear_caches()
-    os.environ["JAX_INTRANODE_ALGORITHM"] = algorithm
-    config.get.cache_clear()
 
 
 def run_program(program: Program, seed: int) -> tuple[int, int, int]:

@@ -304,11 +304,7 @@ class Sweep:
         return nbytes if whole else nbytes * self._settings.devices
 
     def _time_in_graph(self, row: table.Row, label: str) -> float:
-        """Microseconds of a launch in a CUDA graph.
-
-        Raises:
-            RuntimeError: a result was wrong.
-        """
+        """Microseconds of a launch in a CUDA graph, whose result must be right."""
         right, shards = self._data(row.nbytes)
         launched = self._launch(row)
         assert launched is not None  # or it would be no candidate

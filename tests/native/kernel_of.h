@@ -1,0 +1,37 @@
+// The kernel of an algorithm, for tests of the protocols.
+#pragma once
+
+#include <type_traits>
+
+#include "xla_ffi/kernels/algorithms.h"
+#include "xla_ffi/kernels/hybrid_cube_mesh.h"
+#include "xla_ffi/kernels/one_hop.h"
+#include "xla_ffi/kernels/two_shot.h"
+
+namespace jax_intranode {
+
+// The collectives that run on one group. All are kernels of the CPU backend, too.
+constexpr Algorithm kCollectives[] = {Algorithm::kOneShot, Algorithm::kTwoShot,
+                                      Algorithm::kReduceScatter, Algorithm::kAllGather,
+                                      Algorithm::kAllToAll};
+
+// Calls `run` with the type of a collective's kernel, as a std::type_identity.
+template <class Type, int N, class Packets, class Run>
+auto WithKernel(Algorithm algorithm, Run run) {
+  switch (algorithm) {
+    case Algorithm::kOneShot:
+      return run(std::type_identity<OneShot<Type, N, Packets>>());
+    case Algorithm::kTwoShot:
+      return run(std::type_identity<TwoShot<Type, N, Packets>>());
+    case Algorithm::kReduceScatter:
+      return run(std::type_identity<ReduceScatter<Type, N, Packets>>());
+    case Algorithm::kAllGather:
+      return run(std::type_identity<AllGather<Type, N, Packets>>());
+    case Algorithm::kAllToAll:
+      return run(std::type_identity<AllToAll<Type, N, Packets>>());
+    default:
+      return run(std::type_identity<HybridCubeMesh<Type, N, Packets>>());
+  }
+}
+
+}  // namespace jax_intranode

@@ -426,8 +426,8 @@ void DeadlineAmidSegments() {
 
 // A rank sends its data, and is lost before the rank that waits looks again.
 void LostAfterItsData() {
-  Regions regions(2);
-  const auto groups = regions.Groups(2, kNever);
+  const jin::Regions regions(2, kEpochBufferBytes);
+  const auto groups = jin::GroupsOf(regions, 2, kNever);
   const auto waiting = ArriveWith(*groups[0], 0, 0);
   ArriveWith(*groups[1], 1, 0);
   jin::AbsentDevices absent;

@@ -47,7 +47,7 @@ except ModuleNotFoundError as error:
 
 import jax  # noqa: E402
 from bench_settings import run_here as run_here  # noqa: E402
-from devices import REQUIRED_GPUS  # noqa: E402
+from devices import REQUIRED_GPUS, need_devices  # noqa: E402
 
 from jax_intranode._src.group import rendezvous  # noqa: E402
 
@@ -70,6 +70,24 @@ def communicators() -> Iterator[None]:
     if any(len(r.communicators) > 2 for r in rendezvous._all.values()):
         jax.clear_caches()  # programs from before do not run after shutdown()
         jax_intranode.shutdown()
+
+
+@pytest.fixture
+def fresh() -> Iterator[None]:
+    """No rendezvous has taken place before, and later tests have their own."""
+    jax_intranode.shutdown()
+    jax.clear_caches()
+    yield
+    jax_intranode.shutdown()
+    jax.clear_caches()
+
+
+@pytest.fixture
+def not_installed() -> Iterator[None]:
+    """Two devices, and in the end install() is undone."""
+    need_devices(2)
+    yield
+    jax_intranode.uninstall()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

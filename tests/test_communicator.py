@@ -2,7 +2,6 @@
 
 import itertools
 import logging
-from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -20,16 +19,6 @@ from jax_intranode._src.group import partition as partition_lib
 from jax_intranode._src.group import rendezvous as rendezvous_lib
 from jax_intranode._src.native import extension
 from jax_intranode._src.selection import config, select
-
-
-@pytest.fixture
-def fresh() -> Iterator[None]:
-    """No rendezvous has taken place before, and later tests have their own."""
-    jax_intranode.shutdown()
-    jax.clear_caches()
-    yield
-    jax_intranode.shutdown()
-    jax.clear_caches()
 
 
 def chosen_for(mesh: jax.sharding.Mesh, count: int = 100) -> select.Selection:

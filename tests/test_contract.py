@@ -15,8 +15,11 @@ from jax.sharding import PartitionSpec as P
 import jax_intranode
 
 TABLE = Path(__file__).resolve().parent.parent / "docs" / "contract.md"
-# The quick tier leaves them out: a process each.
-FULL = ("persistent-cache", "serialized-executable", "serialized-executable-after-initialize")
+# The quick tier leaves them out: those with a process each, and what `linearize` does, too.
+FULL = (
+    *("persistent-cache", "serialized-executable", "serialized-executable-after-initialize"),
+    "jvp",
+)
 
 
 # The quick tier runs each row with check_vma=True, and these also without: gradients, types and

@@ -3,7 +3,7 @@
 import contextlib
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
@@ -24,14 +24,8 @@ from jax_intranode._src.jax_private import hlo
 from jax_intranode._src.rewrite.body import Body
 from jax_intranode._src.selection import config
 
+pytestmark = pytest.mark.usefixtures("not_installed")
 NOT_ENABLED = "left to lax; jax_intranode.install() replaces it where that pays"
-
-
-@pytest.fixture(autouse=True)
-def not_installed() -> Iterator[None]:
-    need_devices(2)
-    yield
-    jax_intranode.uninstall()
 
 
 def over_x(body: Callable[..., Any], *, check_vma: bool = False) -> Any:

@@ -3,7 +3,6 @@
 import contextlib
 import logging
 import re
-import warnings
 from typing import Any
 
 import jax
@@ -114,8 +113,12 @@ def test_as_the_product_of_global_arrays(name: str, kind: AxisType, dtype: str) 
     with jax.set_mesh(mesh):
         x, w = values(mesh, ((2, 8, 12), P(*of_x)), ((12, 16), P(*of_w)), dtype=dtype)
         y, gradients = jax.jit(with_gradients(f))(x, w)
+        eager = f(x, w)
+        assert all(call.algorithm != "lax" for call in explain(f)(x, w))
     expected = with_gradients(product)(np.asarray(x), np.asarray(w))
-    same((y, gradients), expected, 2e-5 if dtype == "float32" else 0.03)
+    tolerance = 2e-5 if dtype == "float32" else 0.03
+    same((y, gradients), expected, tolerance)
+    same(eager, expected[0], tolerance)
     assert y.sharding.is_equivalent_to(NamedSharding(mesh, P(*of_y)), 3)
     for gradient, operand in zip(gradients, (x, w), strict=True):
         assert gradient.sharding.is_equivalent_to(operand.sharding, operand.ndim)
@@ -279,19 +282,17 @@ def test_axes_of_size_one(size: str) -> None:
 # Where it is called.
 
 
-@EVERY
-@pytest.mark.parametrize("context", ["set_mesh", *(full(c) for c in ("with", "argument"))])
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of `with mesh:`
+@pytest.mark.parametrize("name", quick(CALLS, ("row",)))
+@pytest.mark.parametrize("context", ["with", "argument"])
 @MOSTLY_EXPLICIT
 def test_mesh_in_context(name: str, context: str, kind: AxisType) -> None:
+    """The mesh of `with mesh:`, or of an argument. The tests above use jax.set_mesh."""
     f, of_x, of_w, _ = CALLS[name]
     mesh = line(kind)
     x, w = values(mesh, ((2, 8, 12), P(*of_x)), ((12, 16), P(*of_w)))
     of = {"mesh": mesh} if context == "argument" else {}
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(warnings.catch_warnings())
-        warnings.simplefilter("ignore", DeprecationWarning)  # of `with mesh:`
-        if context != "argument":
-            stack.enter_context(jax.set_mesh(mesh) if context == "set_mesh" else mesh)
+    with mesh if context == "with" else contextlib.nullcontext():
 
         def call(x: Any, w: Any) -> Any:
             return f(x, w, **of)

@@ -1,6 +1,6 @@
 """What is lowered where collective matmuls overlap; collectives and dots stand in."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 from unittest import mock
 
@@ -36,38 +36,55 @@ from jax_intranode._src.ops.collective import (
 )
 from jax_intranode._src.selection.overlap.plan import Plan
 
-# An overlapped all-reduce. On CPUs nothing is overlapped: a dot and our psum_scatter stand in.
+# Computes what an overlapped operation does, of: a site, axes, the request, the number of ranks.
+Compute = Callable[[Any, Any, overlapped_call.Request, int, Sequence[Any]], list[Any]]
 
 
-@pytest.fixture
-def overlapping() -> Iterator[None]:
+def standing_in(compute: Compute, plan: Plan, of_both: list[Any] | None = None) -> Any:
+    """On CPUs nothing is overlapped. Dots and our collectives stand in for what is.
+
+    With a list, only requests for both gradients are granted, and go into it.
+    """
+
     def find(
         site: Any, axes: Any, request: overlapped_call.Request | str
     ) -> overlapped_call.Overlapped | str:
         if isinstance(request, str):
             return request
-        sizes = request.sizes
+        if of_both is not None:
+            if not request.wgrads:
+                return "one gradient alone"
+            of_both.append(request)
         groups = partition_lib.partition(site.mesh, tuple(axes))
 
         class StandIn(overlapped_call.Overlapped):
             def __call__(self, *operands: Any) -> list[Any]:
-                terms = len(sizes.ks)
-                reshaped = request.operands(*operands)
-                xs, ws = reshaped[:terms], reshaped[terms:]
-                if request.transposed:
-                    ws = [w.T for w in ws]
-                for x, k in zip(xs, sizes.ks, strict=True):
-                    assert x.shape == (sizes.rows * groups.group_size, k)
-                return psum_scatter_p.bind_at(
-                    site,
-                    sum(x @ w for x, w in zip(xs, ws, strict=True)),
-                    params=PsumScatterParams(axes, request.axis, True, groups.group_size),
-                )
+                return compute(site, axes, request, groups.group_size, operands)
 
+        return StandIn(groups, request, plan)
+
+    return mock.patch.object(overlapped_call, "find", find)
+
+
+# An overlapped all-reduce.
+
+
+@pytest.fixture
+def overlapping() -> Iterator[None]:
+    def compute(site: Any, axes: Any, request: Any, size: int, operands: Any) -> list[Any]:
+        sizes = request.sizes
         assert sizes.operation == "matmul_reduce_scatter"
-        return StandIn(groups, request, Plan())
+        reshaped, terms = request.operands(*operands), len(sizes.ks)
+        xs, ws = reshaped[:terms], reshaped[terms:]
+        if request.transposed:
+            ws = [w.T for w in ws]
+        for x, k in zip(xs, sizes.ks, strict=True):
+            assert x.shape == (sizes.rows * size, k)
+        total = sum(x @ w for x, w in zip(xs, ws, strict=True))
+        params = PsumScatterParams(axes, request.axis, True, size)
+        return psum_scatter_p.bind_at(site, total, params=params)
 
-    with mock.patch.object(overlapped_call, "find", find):
+    with standing_in(compute, Plan()):
         yield
 
 
@@ -127,57 +144,35 @@ def test_explain_of_an_overlapped_sum(overlapping: None) -> None:
     assert odd.reason.startswith(why)
 
 
-# Both gradients as one call. On CPUs nothing is overlapped: collectives and dots stand in.
+# Both gradients as one call.
 
 
 @pytest.fixture
 def both_in_one_call() -> Iterator[list[overlapped_call.Request]]:
     """Yields the requests that were granted."""
-    granted = []
+    granted: list[overlapped_call.Request] = []
 
-    def find(
-        site: Any, axes: Any, request: overlapped_call.Request | str
-    ) -> overlapped_call.Overlapped | str:
-        if isinstance(request, str):
-            return request
-        sizes = request.sizes
-        if not request.wgrads:
-            return "one gradient alone"
-        groups = partition_lib.partition(site.mesh, tuple(axes))
-        size = groups.group_size
-        granted.append(request)
+    def compute(site: Any, axes: Any, request: Any, size: int, operands: Any) -> list[Any]:
         assert request.transposed and not request.gathered
+        sizes, terms = request.sizes, len(request.sizes.ks)
+        *factors, ct = request.operands(*operands)
+        xs, ws = factors[:terms], factors[terms:]
+        assert [x.shape[-1] for x in xs] == list(sizes.ks)
+        assert ct.shape[-1] == sizes.ns[0]
+        assert {w.shape for w in ws} == {(sizes.ns[0], k) for k in sizes.ks}
+        rows = tuple(range(ct.ndim - 1))
+        if sizes.operation == "all_gather_matmul":
+            assert xs[0].size == sizes.outer * sizes.rows * sizes.ks[0]
+            gathers = AllGatherParams(axes, request.axis, True, size)
+            (whole,) = all_gather_p.bind_at(site, xs[0], params=gathers)
+            return [whole @ ws[0].T, jnp.tensordot(ct, whole, (rows, rows))]
+        assert xs[0].size == sizes.outer * sizes.rows * size * sizes.ks[0]
+        total = sum(x @ w.T for x, w in zip(xs, ws, strict=True))
+        scatters = PsumScatterParams(axes, request.axis, True, size)
+        (part,) = psum_scatter_p.bind_at(site, total, params=scatters)
+        return [part, *(jnp.tensordot(ct, x, (rows, rows)) for x in xs[: request.wgrads])]
 
-        class StandIn(overlapped_call.Overlapped):
-            def __call__(self, *operands: Any) -> list[Any]:
-                terms = len(sizes.ks)
-                *factors, ct = request.operands(*operands)
-                xs, ws = factors[:terms], factors[terms:]
-                assert [x.shape[-1] for x in xs] == list(sizes.ks)
-                assert ct.shape[-1] == sizes.ns[0]
-                assert {w.shape for w in ws} == {(sizes.ns[0], k) for k in sizes.ks}
-                rows = tuple(range(ct.ndim - 1))
-                if sizes.operation == "all_gather_matmul":
-                    assert xs[0].size == sizes.outer * sizes.rows * sizes.ks[0]
-                    (whole,) = all_gather_p.bind_at(
-                        site,
-                        xs[0],
-                        params=AllGatherParams(axes, request.axis, True, size),
-                    )
-                    return [whole @ ws[0].T, jnp.tensordot(ct, whole, (rows, rows))]
-                assert xs[0].size == sizes.outer * sizes.rows * size * sizes.ks[0]
-                total = sum(x @ w.T for x, w in zip(xs, ws, strict=True))
-                (part,) = psum_scatter_p.bind_at(
-                    site,
-                    total,
-                    params=PsumScatterParams(axes, request.axis, True, size),
-                )
-                wgrads = [jnp.tensordot(ct, x, (rows, rows)) for x in xs[: request.wgrads]]
-                return [part, *wgrads]
-
-        return StandIn(groups, request, Plan(tile_columns=128, wgrad=True))
-
-    with mock.patch.object(overlapped_call, "find", find):
+    with standing_in(compute, Plan(tile_columns=128, wgrad=True), granted):
         yield granted
 
 

@@ -4,7 +4,7 @@ import dataclasses
 import json
 import os
 import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -234,16 +234,6 @@ def test_a_tuned_profile_is_for_its_device_only(tmp_path: Path) -> None:
         assert tuning.profile_for(["NVIDIA H200"] * 2) is None
         assert tuning.profile_for([mine.name, "NVIDIA H200"]) is None
     assert tuning.profile_for([mine.name]) is None
-
-
-@pytest.fixture
-def fresh() -> Iterator[None]:
-    """No rendezvous has taken place before, and later tests have their own."""
-    jax_intranode.shutdown()
-    jax.clear_caches()
-    yield
-    jax_intranode.shutdown()
-    jax.clear_caches()
 
 
 def kind() -> str:

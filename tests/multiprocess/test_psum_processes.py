@@ -26,7 +26,7 @@ QUICK = {
     "independent_calls_of_unequal_cost": (),
 }
 QUICK_OF_FOUR = QUICK | {
-    "matmuls_on_a_data_and_tensor_mesh": ("True",),
+    "matmuls_on_a_data_and_tensor_mesh": (),
     "every_dtype_and_count": ("bfloat16-two_shot",),
     "every_dtype_and_count_of_parts": ("float64-psum_scatter",),
     "segments_of_every_dtype": ("psum-bfloat16",),
@@ -46,7 +46,7 @@ QUICK_OF_FOUR = QUICK | {
 
 # Rows of the contract, of 2 devices and of 4, and cases of norms.
 QUICK_ROWS = {
-    2: ("cond", "grad-inside"),
+    2: ("cond",),
     4: ("device-order-changed", "several-axes"),
 }
 # What processes add to the cases of one process: data that arrive while a phase waits.

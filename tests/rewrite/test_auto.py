@@ -56,9 +56,14 @@ def weights(mesh: Mesh, up: Any, down: Any) -> Any:
 TENSOR_PARALLEL = (None, "model"), ("model", None)
 
 
-def test_tensor_parallel() -> None:
+def tensor_parallel() -> tuple[Any, jax.Array]:
+    """Weights and operand of `mlp`, which needs a sum."""
     mesh = two_axes()
-    p, x = weights(mesh, *TENSOR_PARALLEL), put(mesh, normal(2, 8, 16), "data")
+    return weights(mesh, *TENSOR_PARALLEL), put(mesh, normal(2, 8, 16), "data")
+
+
+def test_tensor_parallel() -> None:
+    p, x = tensor_parallel()
     before, after = check(mlp, p, x)
     assert before == {"all-reduce": 1} and after == {"jax_intranode_psum": 1}
     place = call_sites.place_of_site("jit_mlp psum float32[4,16]")
@@ -101,8 +106,7 @@ def test_a_gather_before_a_product_of_arrays() -> None:
 def test_one_line_of_log(caplog: pytest.LogCaptureFixture) -> None:
     """The shard_maps that become parts of a program have no lines of their own."""
     caplog.set_level(logging.INFO, "jax_intranode")
-    mesh = two_axes()
-    p, x = weights(mesh, *TENSOR_PARALLEL), put(mesh, normal(2, 8, 16), "data")
+    p, x = tensor_parallel()
     with jax_intranode.accelerate(auto=True):
         jax.jit(lambda p, x: jnp.sin(mlp(p, x)) + mlp(p, x * 2)).lower(p, x)
     (line,) = [r.getMessage() for r in caplog.records if "Lowered" in r.getMessage()]
@@ -211,8 +215,7 @@ def test_a_sum_that_does_not_begin_at_zero() -> None:
 
 def test_a_key_of_random_numbers() -> None:
     """JAX says that it is replicated by a mesh of its own, without axes."""
-    mesh = two_axes()
-    p, x = weights(mesh, *TENSOR_PARALLEL), put(mesh, normal(2, 8, 16), "data")
+    p, x = tensor_parallel()
 
     def dropped(key: Any, p: Any, x: Any) -> Any:
         return mlp(p, x * jax.random.bernoulli(key, 0.9, x.shape))
@@ -229,8 +232,7 @@ def test_devices_in_another_order() -> None:
 
 
 def test_off_and_nothing_to_take_change_no_text() -> None:
-    mesh = two_axes()
-    p, x = weights(mesh, *TENSOR_PARALLEL), put(mesh, normal(2, 8, 16), "data")
+    p, x = tensor_parallel()
     before = jax.jit(mlp).lower(p, x).as_text()
     with jax_intranode.accelerate():
         assert jax.jit(mlp).lower(p, x).as_text() == before
@@ -244,8 +246,7 @@ def test_off_and_nothing_to_take_change_no_text() -> None:
 
 
 def test_install_with_and_without_auto() -> None:
-    mesh = two_axes()
-    p, x = weights(mesh, *TENSOR_PARALLEL), put(mesh, normal(2, 8, 16), "data")
+    p, x = tensor_parallel()
     f = jax.jit(mlp)
 
     def ours() -> bool:
@@ -268,8 +269,7 @@ def test_install_with_and_without_auto() -> None:
 
 
 def test_explain_says_what_became_of_each() -> None:
-    mesh = two_axes()
-    p, x = weights(mesh, *TENSOR_PARALLEL), put(mesh, normal(2, 8, 16), "data")
+    p, x = tensor_parallel()
 
     def f(p: Any, x: Any) -> Any:
         return mlp(p, x), x.max(0)
@@ -309,8 +309,7 @@ def test_explain_says_why_a_program_is_left_as_a_whole(why: str) -> None:
 def test_a_program_that_xla_refuses_is_compiled_as_it_was(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    mesh = two_axes()
-    p, x = weights(mesh, *TENSOR_PARALLEL), put(mesh, normal(2, 8, 16), "data")
+    p, x = tensor_parallel()
     from jax._src import compiler  # noqa: TID251 - stands in for XLA
 
     compile_ = compiler.compile_or_get_cached
@@ -337,8 +336,7 @@ def test_an_exception_leaves_the_program(
         raise KeyError("not expected")
 
     monkeypatch.setattr(groups, "replace", fail)
-    mesh = two_axes()
-    p, x = weights(mesh, *TENSOR_PARALLEL), put(mesh, normal(2, 8, 16), "data")
+    p, x = tensor_parallel()
     before, after = check(mlp, p, x)
     assert before == after
     assert sum("not expected" in record.message for record in caplog.records) == 1
@@ -349,8 +347,7 @@ def test_a_peer_that_is_gone_is_an_error(monkeypatch: pytest.MonkeyPatch) -> Non
         raise jax_intranode.CommunicationError("process 1 is gone")
 
     monkeypatch.setattr(groups, "replace", fail)
-    mesh = two_axes()
-    p, x = weights(mesh, *TENSOR_PARALLEL), put(mesh, normal(2, 8, 16), "data")
+    p, x = tensor_parallel()
     with pytest.raises(jax_intranode.CommunicationError), jax_intranode.accelerate(auto=True):
         jax.jit(mlp).lower(p, x)
 
@@ -433,8 +430,7 @@ def test_sums_of_gradients_are_judged_as_one(left: int, as_on_gpus: Any) -> None
 
     The sums of tensor parallelism, which each matmul needs, are ours at every size.
     """
-    mesh = two_axes()
-    p, x = weights(mesh, *TENSOR_PARALLEL), put(mesh, normal(2, 8, 16), "data")
+    p, x = tensor_parallel()
     nbytes = sum(w.addressable_shards[0].data.nbytes for w in p.values())
     as_on_gpus(nbytes - 1 if left else nbytes)
     f = jax.grad(lambda p, x: jnp.sin(mlp(p, x)).sum())
@@ -452,8 +448,7 @@ def test_strict_names_the_line(monkeypatch: pytest.MonkeyPatch) -> None:
     )
     strict = dataclasses.replace(config.get(), strict=True)
     monkeypatch.setattr(config, "get", lambda: strict)
-    mesh = two_axes()
-    p, x = weights(mesh, *TENSOR_PARALLEL), put(mesh, normal(2, 8, 16), "data")
+    p, x = tensor_parallel()
     with (
         jax_intranode.accelerate(auto=True),
         pytest.raises(RuntimeError, match=r"dot_general at .*test_auto.py.*has not agreed"),
@@ -465,8 +460,7 @@ def test_strict_names_the_line(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_nothing_is_replaced_under_export() -> None:
-    mesh = two_axes()
-    p, x = weights(mesh, *TENSOR_PARALLEL), put(mesh, normal(2, 8, 16), "data")
+    p, x = tensor_parallel()
     with jax_intranode.accelerate(auto=True):
         exported = jax.export.export(jax.jit(mlp))(p, x)
     assert "jax_intranode" not in exported.mlir_module()
@@ -519,8 +513,7 @@ def test_results_whose_users_xla_removes() -> None:
 
 def test_a_loop_whose_result_is_sliced_whole() -> None:
     """It ended the process with a segmentation fault."""
-    mesh = two_axes()
-    p, x = weights(mesh, *TENSOR_PARALLEL), put(mesh, normal(2, 8, 16), "data")
+    p, x = tensor_parallel()
 
     def f(p: Any, x: Any) -> Any:
         def body(carry: Any, _: Any) -> Any:

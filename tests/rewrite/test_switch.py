@@ -4,7 +4,7 @@ import asyncio
 import logging
 import subprocess
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,6 @@ import numpy as np
 import processes
 import pytest
 from cases import line, make_mesh, sharded
-from devices import need_devices
 from jax import lax
 from jax._src.interpreters import pxla  # noqa: TID251 - programs count compilations by it
 from jax.sharding import NamedSharding
@@ -24,14 +23,8 @@ from tiers import full
 import jax_intranode
 from jax_intranode._src.jax_private import hlo
 
+pytestmark = pytest.mark.usefixtures("not_installed")
 N = len(jax.devices())
-
-
-@pytest.fixture(autouse=True)
-def not_installed() -> Iterator[None]:
-    need_devices(2)
-    yield
-    jax_intranode.uninstall()
 
 
 def program(**options: Any) -> Callable[..., Any]:

@@ -267,12 +267,7 @@ class Comparison:
         return result
 
     def _call_both(
-        self,
-        function: _Function,
-        made: Any,
-        args: Any,
-        kwargs: Any,
-        traced: functools.partial[Any],
+        self, function: _Function, made: Any, args: Any, kwargs: Any, traced: functools.partial[Any]
     ) -> Any:
         """Calls both programs with the same arguments; the script gets the accelerated result."""
         plain: Any = None

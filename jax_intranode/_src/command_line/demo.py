@@ -10,19 +10,12 @@ import json
 import sys
 from typing import Any
 
-from jax_intranode._src.command_line import benefits, machine, source_tree
+from jax_intranode._src.command_line import benefits, machine, options, source_tree
 from jax_intranode._src.command_line.bench import command as bench
 from jax_intranode._src.command_line.bench import report
 from jax_intranode._src.command_line.bench.settings import Settings
 from jax_intranode._src.command_line.launcher.runs import PROCESS_PER_DEVICE, ProgressLine
-from jax_intranode._src.command_line.options import (
-    Parser,
-    WrongInput,
-    add_json,
-    add_platform,
-    check_can_draw,
-    new_file,
-)
+from jax_intranode._src.command_line.options import WrongInput
 from jax_intranode._src.group import nvml
 
 DESCRIPTION = (
@@ -54,9 +47,9 @@ _BAR = 40  # characters of the longest bar
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_platform(parser, gpus="two or more")
-    parser.add_argument("--png", type=new_file, metavar="FILE", help="draw the times, too")
-    add_json(parser)
+    options.add_platform(parser, gpus="two or more")
+    parser.add_argument("--png", type=options.new_file, metavar="FILE", help="draw the times, too")
+    options.add_json(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -69,7 +62,7 @@ def run(arguments: argparse.Namespace) -> int:
         )
     if arguments.png is not None:
         plot = source_tree.load("bench_plots.command", "--png")
-        check_can_draw("--png")
+        options.check_can_draw("--png")
     platform = machine.chosen_platform(arguments.platform)
     of_gpus = platform == "gpu" and gpus >= 2
     # A power of 2 divides all that is measured.
@@ -111,11 +104,11 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _settings(platform: str, devices: int) -> list[Settings]:
-    parser = Parser()
+    parser = options.Parser()
     bench.add_arguments(parser)
     found = []
-    for options in _MEASURED[platform]:
-        arguments = parser.parse_args([*options.split(), "--mode", PROCESS_PER_DEVICE])
+    for line in _MEASURED[platform]:
+        arguments = parser.parse_args([*line.split(), "--mode", PROCESS_PER_DEVICE])
         found += bench.settings_of(arguments, platform, devices)
     return found
 

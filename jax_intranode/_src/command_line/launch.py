@@ -51,51 +51,29 @@ _TIMED_OUT = 124  # the exit code of timeout(1)
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add(
-        "-n",
-        dest="processes",
-        metavar="N",
-        type=integer_from(1),
-        help="number of processes (default: the number of GPUs)",
+    text = "number of processes (default: the number of GPUs)"
+    add("-n", dest="processes", metavar="N", type=integer_from(1), help=text)
+    text = "cpu: each process has one CPU device, as where there are no GPUs (default: auto)"
+    add("--platform", choices=("auto", "cpu", "gpu"), default="auto", help=text)
+    text = (
+        "write what process R prints to DIR/rankR.log, too, and after restart K to "
+        "DIR/rankR.restartK.log"
     )
-    add(
-        "--platform",
-        choices=("auto", "cpu", "gpu"),
-        default="auto",
-        help="cpu: each process has one CPU device, as where there are no GPUs (default: auto)",
+    add("--log-dir", type=Path, metavar="DIR", help=text)
+    text = (
+        "after a fault start all processes again, at most K times (default 0); the program "
+        "goes on from its last checkpoint"
     )
-    add(
-        "--log-dir",
-        type=Path,
-        metavar="DIR",
-        help="write what process R prints to DIR/rankR.log, too, and after restart K to "
-        "DIR/rankR.restartK.log",
+    add("--restarts", type=integer_from(0), default=0, metavar="K", help=text)
+    text = "end everything after S seconds, with the stacks of the processes that still run"
+    add("--timeout", type=positive_number(), metavar="S", help=text)
+    text = (
+        "seconds from the first failure, or from a signal to this command, until processes "
+        "that still run are killed (default 5); raise it if yours save a checkpoint at SIGTERM"
     )
-    add(
-        "--restarts",
-        type=integer_from(0),
-        default=0,
-        metavar="K",
-        help="after a fault start all processes again, at most K times (default 0); the program "
-        "goes on from its last checkpoint",
-    )
-    add(
-        "--timeout",
-        type=positive_number(),
-        metavar="S",
-        help="end everything after S seconds, with the stacks of the processes that still run",
-    )
-    add(
-        "--grace",
-        type=positive_number(),
-        default=5.0,
-        metavar="S",
-        help="seconds from the first failure, or from a signal to this command, until processes "
-        "that still run are killed (default 5); raise it if yours save a checkpoint at SIGTERM",
-    )
+    add("--grace", type=positive_number(), default=5.0, metavar="S", help=text)
     run_command.add_script(
-        parser,
-        "a Python file, or with -m a module; `run SCRIPT` and `run -m MODULE` accelerate it",
+        parser, "a Python file, or with -m a module; `run SCRIPT` and `run -m MODULE` accelerate it"
     )
 
 
@@ -189,11 +167,7 @@ class _Launch:
         return end_of_all or self._report(job, outputs)
 
     def _watch(
-        self,
-        job: Job,
-        streams: list[Stream],
-        received: list[signal.Signals],
-        deadline: float,
+        self, job: Job, streams: list[Stream], received: list[signal.Signals], deadline: float
     ) -> _End | None:
         """Waits until all have ended, or have been asked to and have had the time for it.
 

@@ -44,24 +44,16 @@ def add_script(parser: argparse.ArgumentParser, what: str) -> None:
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Declares the options that stand before the script, which `launch run` has, too."""
-    parser.add_argument(
-        "--auto",
-        action="store_true",
-        help="replace collectives that XLA's partitioner adds to plain jit programs, too",
+    add = parser.add_argument
+    text = "replace collectives that XLA's partitioner adds to plain jit programs, too"
+    add("--auto", action="store_true", help=text)
+    text = (
+        "run the steps of the script plain and accelerated in turns, and compare times and "
+        "results: those of the jitted function that is called most"
     )
-    parser.add_argument(
-        "--compare",
-        action="store_true",
-        help="run the steps of the script plain and accelerated in turns, and compare times and "
-        "results: those of the jitted function that is called most",
-    )
-    parser.add_argument(
-        "--steps",
-        type=integer_from(16),
-        default=compare.STEPS,
-        metavar="N",
-        help=f"how many steps to compare (default {compare.STEPS}); the script goes on after them",
-    )
+    add("--compare", action="store_true", help=text)
+    text = f"how many steps to compare (default {compare.STEPS}); the script goes on after them"
+    add("--steps", type=integer_from(16), default=compare.STEPS, metavar="N", help=text)
 
 
 def parse_options(words: Sequence[str]) -> argparse.Namespace:

@@ -33,13 +33,11 @@ _MEANING = {
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--json", action="store_true", help="print JSON, for programs and for --from"
-    )
-    parser.add_argument("--png", type=new_file, metavar="FILE", help="draw the links, too")
-    parser.add_argument(
-        "--from", type=Path, dest="source", metavar="FILE", help="read what --json has printed"
-    )
+    add = parser.add_argument
+    add("--json", action="store_true", help="print JSON, for programs and for --from")
+    add("--png", type=new_file, metavar="FILE", help="draw the links, too")
+    text = "read what --json has printed"
+    add("--from", type=Path, dest="source", metavar="FILE", help=text)
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -174,93 +174,79 @@ std::string World::Key() const {
   return key;
 }
 
-// Takes back that it has finished. It may finish once more.
-void SaysSo(Peer& peer) {
-  if (!peer.socket_closed) peer.packets.push_back(PeerNotice::kGoesOn);
-  peer.finished = false;
-  peer.call = 2;
+// What a peer may do.
+void Says(Peer& p, PeerNotice notice) {
+  if (!p.socket_closed) p.packets.push_back(notice);
 }
+void Finishes(Peer& p) {
+  Says(p, PeerNotice::kFinished);
+  p.finished = true;
+}
+void Calls(Peer& p) { p.call = 1; }
+// Takes back that it has finished. It may finish once more.
+void SaysSo(Peer& p) {
+  Says(p, PeerNotice::kGoesOn);
+  p.finished = false;
+  p.call = 2;
+}
+void Fails(Peer& p) {
+  Says(p, PeerNotice::kFailed);
+  p.failed = true;
+}
+void Stops(Peer& p) {
+  p.stopped = true;
+  ++p.stops;
+}
+void GoesOn(Peer& p) { p.stopped = false; }
+void Ends(Peer& p) { p.exits = p.socket_closed = true; }
 
 // One of several peers does less: it says one thing at most, and ends at once.
 std::vector<World::Action> World::ActionsOfFew(const Peer& peer) {
   std::vector<Action> actions;
   if (!peer.Runs()) return actions;
   if (!peer.finished && !peer.failed) {
-    actions.push_back({"finishes", [](Peer& p) {
-                         p.packets.push_back(PeerNotice::kFinished);
-                         p.finished = true;
-                       }});
-    actions.push_back({"fails", [](Peer& p) {
-                         p.packets.push_back(PeerNotice::kFailed);
-                         p.failed = true;
-                       }});
+    actions.push_back({"finishes", &Finishes});
+    actions.push_back({"fails", &Fails});
   }
-  if (peer.finished && peer.call == 0) actions.push_back({"calls", [](Peer& p) { p.call = 1; }});
+  if (peer.finished && peer.call == 0) actions.push_back({"calls", &Calls});
   if (peer.HasToSay()) actions.push_back({"says so", &SaysSo});
-  actions.push_back({"ends", [](Peer& p) { p.exits = p.socket_closed = true; }});
+  actions.push_back({"ends", &Ends});
   return actions;
 }
 
 std::vector<World::Action> World::ActionsOf(int p, int stops) const {
   const Peer& peer = peers[p];
+  const bool may_stop = peer.Runs() && peer.stops < stops;
   std::vector<Action> actions;
   if (peers.size() > 1) {
     actions = ActionsOfFew(peer);
-    if (p == 0 && peer.Runs() && peer.stops < stops) {
-      actions.push_back({"stops", [](Peer& p) {
-                           p.stopped = true;
-                           ++p.stops;
-                         }});
-    }
-    if (peer.stopped) actions.push_back({"goes on", [](Peer& p) { p.stopped = false; }});
+    if (p == 0 && may_stop) actions.push_back({"stops", &Stops});
+    if (peer.stopped) actions.push_back({"goes on", &GoesOn});
     return actions;
   }
-  const auto says = [](PeerNotice notice) {
-    return [notice](Peer& p) {
-      if (!p.socket_closed) p.packets.push_back(notice);
-    };
-  };
   if (peer.Runs() && !peer.socket_closed) {
     // A second heartbeat that is not read, or is read in the same look, says no more than the
     // first.
     const bool was_read =
         with == p && answers.find(static_cast<char>(PeerNotice::kHeartbeat)) != answers.npos;
     if (!peer.HasHeartbeat() && !was_read) {
-      actions.push_back({"beats", says(PeerNotice::kHeartbeat)});
+      actions.push_back({"beats", [](Peer& p) { Says(p, PeerNotice::kHeartbeat); }});
     }
-    if (!peer.finished) {
-      actions.push_back({"finishes", [=](Peer& p) {
-                           says(PeerNotice::kFinished)(p);
-                           p.finished = true;
-                         }});
-    }
-    if (peer.finished && peer.call == 0) {
-      actions.push_back({"calls", [](Peer& p) { p.call = 1; }});
-    }
+    if (!peer.finished) actions.push_back({"finishes", &Finishes});
+    if (peer.finished && peer.call == 0) actions.push_back({"calls", &Calls});
     if (peer.HasToSay()) actions.push_back({"says so", &SaysSo});
-    if (!peer.failed) {
-      actions.push_back({"fails", [=](Peer& p) {
-                           says(PeerNotice::kFailed)(p);
-                           p.failed = true;
-                         }});
-    }
+    if (!peer.failed) actions.push_back({"fails", &Fails});
     // With and without having read all that process 0 has sent.
     for (const bool reset : {false, true}) {
-      actions.push_back({reset ? "closes, with unread data" : "closes", [=](Peer& p) {
-                           says(PeerNotice::kShutdown)(p);
-                           p.shut_down = true;
-                           p.socket_closed = true;
+      actions.push_back({reset ? "closes, with unread data" : "closes", [reset](Peer& p) {
+                           Says(p, PeerNotice::kShutdown);
+                           p.shut_down = p.socket_closed = true;
                            p.reset = reset;
                          }});
     }
   }
-  if (peer.Runs() && peer.stops < stops) {
-    actions.push_back({"stops", [](Peer& p) {
-                         p.stopped = true;
-                         ++p.stops;
-                       }});
-  }
-  if (peer.stopped) actions.push_back({"goes on", [](Peer& p) { p.stopped = false; }});
+  if (may_stop) actions.push_back({"stops", &Stops});
+  if (peer.stopped) actions.push_back({"goes on", &GoesOn});
   if (!peer.exits) {
     actions.push_back({"begins to end", [](Peer& p) {
                          p.exits = true;

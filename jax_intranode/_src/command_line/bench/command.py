@@ -11,26 +11,13 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from jax_intranode._src.command_line import machine, source_tree
+from jax_intranode._src.command_line import machine, options, source_tree
 from jax_intranode._src.command_line.bench import report
 from jax_intranode._src.command_line.bench import settings as of_bench
 from jax_intranode._src.command_line.bench.operations import MATMULS, OPERATIONS, Shape
 from jax_intranode._src.command_line.bench.settings import Settings
-from jax_intranode._src.command_line.launcher.runs import (
-    MODES,
-    ProgressLine,
-    end_by_exit,
-    run_function,
-)
-from jax_intranode._src.command_line.options import (
-    WrongInput,
-    add_mode,
-    add_platform,
-    check_can_draw,
-    integer_from,
-    names_from,
-    new_file,
-)
+from jax_intranode._src.command_line.launcher import runs
+from jax_intranode._src.command_line.options import WrongInput
 from jax_intranode._src.selection import config
 from jax_intranode._src.selection.overlap.plan import describe_fields as describe_plan_fields
 from jax_intranode._src.selection.overlap.plan import parse as parse_plan
@@ -57,86 +44,65 @@ _SIZE_SUFFIXES = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the benchmark's options. Those that nccl-tests has too have the same names."""
     add = parser.add_argument
-    positive, natural = integer_from(1), integer_from(0)
-    add(
-        "name",
-        type=_parse_name,
-        metavar="NAME",
-        help=f"what to measure: {', '.join((*OPERATIONS, *MATMULS))}; in the source tree also the "
-        "programs of tools/bench_programs",
+    positive, natural = options.integer_from(1), options.integer_from(0)
+    text = (
+        f"what to measure: {', '.join((*OPERATIONS, *MATMULS))}; in the source tree also the "
+        "programs of tools/bench_programs"
     )
+    add("name", type=_parse_name, metavar="NAME", help=text)
     text = "smallest size in bytes (default 1K)"
     add("-b", "--minbytes", type=parse_size, default="1K", help=text)
     text = "largest size in bytes (default 16M on GPUs, 64K on CPUs)"
     add("-e", "--maxbytes", type=parse_size, help=text)
     text = "factor between two sizes (default 4)"
-    add("-f", "--stepfactor", type=integer_from(2), default=4, help=text)
-    add(
-        "--shapes",
-        type=of_bench.parse_shapes,
-        metavar="M,K,N[;M,K,N...]",
-        help="shapes of a collective matmul: the product [M, K] x [K, N] that one device computes",
-    )
-    add(
-        "--preset",
-        type=names_from(of_bench.PRESETS),
-        default=[],
-        metavar="NAME[,NAME...]",
-        help=f"named lists of shapes: {', '.join(of_bench.PRESETS)} (default reference on "
-        "GPUs, tiny on CPUs)",
-    )
+    add("-f", "--stepfactor", type=options.integer_from(2), default=4, help=text)
+    text = "shapes of a collective matmul: the product [M, K] x [K, N] that one device computes"
+    add("--shapes", type=of_bench.parse_shapes, metavar="M,K,N[;M,K,N...]", help=text)
+    names, presets = "NAME[,NAME...]", of_bench.PRESETS
+    text = f"named lists of shapes: {', '.join(presets)} (default reference on GPUs, tiny on CPUs)"
+    add("--preset", type=options.names_from(presets), default=[], metavar=names, help=text)
     text = "measure the backward pass of a collective matmul"
     add("--backward", action="store_true", help=text)
-    add(
-        "--plan",
-        type=_parse_plan,
-        metavar="NAME=VALUE[,NAME=VALUE...]",
-        help="force the plan of an overlapped matmul, whether or not it is the fastest. Its fields "
-        f"and their defaults: {describe_plan_fields()}",
+    text = (
+        "force the plan of an overlapped matmul, whether or not it is the fastest. Its fields "
+        f"and their defaults: {describe_plan_fields()}"
     )
+    add("--plan", type=_parse_plan, metavar="NAME=VALUE[,NAME=VALUE...]", help=text)
     text = "JAX names of dtypes, separated by commas (default bfloat16)"
-    add("-d", "--datatype", type=names_from(_DTYPES), default="bfloat16", help=text)
+    add("-d", "--datatype", type=options.names_from(_DTYPES), default="bfloat16", help=text)
     add("-n", "--iters", type=positive, default=20, help="timed repetitions (default 20)")
     text = "untimed repetitions before the timed ones (default 5)"
     add("-w", "--warmup_iters", type=natural, default=5, help=text)
     text = "time limit in seconds for each mode and each peer (default 1800)"
     add("-T", "--timeout", type=positive, default=1800, help=text)
-    add(
-        "--leaves",
-        type=positive,
-        default=1,
-        metavar="COUNT",
-        help="call the collective with a pytree of COUNT arrays; the size is that of all arrays "
-        "together (default 1)",
+    text = (
+        "call the collective with a pytree of COUNT arrays; the size is that of all arrays "
+        "together (default 1)"
     )
+    add("--leaves", type=positive, default=1, metavar="COUNT", help=text)
     text = "calls in a row in one compiled program (default 2 to 256, by platform and size)"
     add("--chain", type=positive, metavar="COUNT", help=text)
-    add(
-        "--settle",
-        type=natural,
-        metavar="MS",
-        help="run a collective matmul for MS milliseconds before each of its repetitions, until "
+    text = (
+        "run a collective matmul for MS milliseconds before each of its repetitions, until "
         "the GPU's clock has settled under sustained power draw; a program runs for one untimed "
-        "repetition unless MS is 0 (default 150 on GPUs, 0 on CPUs)",
+        "repetition unless MS is 0 (default 150 on GPUs, 0 on CPUs)"
     )
+    add("--settle", type=natural, metavar="MS", help=text)
     text = "set JAX_INTRANODE_ALGORITHM (default: as in the environment)"
     add("--algorithm", choices=config.ALGORITHMS, help=text)
     text = "switch XLA's latency-hiding scheduler on or off (default: XLA's default)"
     add("--latency-hiding", choices=("on", "off"), help=text)
-    add_mode(parser)
+    options.add_mode(parser)
     add("--devices", type=positive, help="number of devices (default all GPUs, or 2 CPU devices)")
-    add_platform(parser)
-    add(
-        "--peers",
-        type=_parse_peers,
-        default=[],
-        metavar="NAME[,NAME...]",
-        help="other libraries to measure too: torch, nccl-tests, or all (default none); needs the "
-        "source tree",
+    options.add_platform(parser)
+    text = (
+        "other libraries to measure too: torch, nccl-tests, or all (default none); needs the "
+        "source tree"
     )
-    add("--json", type=new_file, metavar="FILE", help="write the results to FILE")
+    add("--peers", type=_parse_peers, default=[], metavar=names, help=text)
+    add("--json", type=options.new_file, metavar="FILE", help="write the results to FILE")
     text = "plot the results; needs matplotlib and the source tree"
-    add("--plot", type=new_file, metavar="FILE.png", help=text)
+    add("--plot", type=options.new_file, metavar="FILE.png", help=text)
 
 
 def parse_size(text: str) -> int:
@@ -168,13 +134,13 @@ def _parse_name(text: str) -> str:
             programs = source_tree.load("bench_programs.definitions", "bench of other programs")
         except WrongInput as error:
             raise WrongInput(f"{text!r} is none of {', '.join(names)}; {error}") from None
-        names_from([*names, *programs.PROGRAMS])(text)
+        options.names_from([*names, *programs.PROGRAMS])(text)
     return text
 
 
 def _parse_peers(text: str) -> list[str]:
     peers = source_tree.load("bench_peers.registry", "--peers").PEERS
-    return list(peers) if text == "all" else names_from((*peers, "all"))(text)
+    return list(peers) if text == "all" else options.names_from((*peers, "all"))(text)
 
 
 def _parse_plan(text: str) -> dict[str, int]:
@@ -216,7 +182,7 @@ def settings_of(arguments: argparse.Namespace, platform: str, devices: int) -> l
             plan=arguments.plan,
             settle_ms=settle_ms if arguments.settle is None else arguments.settle,
         )
-        for mode in (MODES if arguments.mode == "both" else (arguments.mode,))
+        for mode in (runs.MODES if arguments.mode == "both" else (arguments.mode,))
     ]
     if name in OPERATIONS:
         _check_sizes(arguments, largest, found[0])
@@ -237,8 +203,8 @@ def _check(arguments: argparse.Namespace) -> None:
                 f"{name} of {others[0]}: choose from {', '.join(_MATMUL_DTYPES)} with -d"
             )
     elif arguments.shapes or arguments.preset or arguments.backward or arguments.plan:
-        options = "--shapes, --preset, --backward and --plan"
-        raise WrongInput(f"{options} are for {', '.join(MATMULS)}, not for {name}")
+        names = "--shapes, --preset, --backward and --plan"
+        raise WrongInput(f"{names} are for {', '.join(MATMULS)}, not for {name}")
     elif arguments.settle is not None and not is_program(name):
         raise WrongInput(f"--settle is for collective matmuls and programs, not for {name}")
     elif arguments.leaves > 1 and name in ("psum_scatter", "all_gather", "all_to_all"):
@@ -253,7 +219,7 @@ def _check(arguments: argparse.Namespace) -> None:
         raise WrongInput(str(error)) from None
     if arguments.plot:
         source_tree.load("bench_plots.command", "--plot")
-        check_can_draw("--plot")
+        options.check_can_draw("--plot")
 
 
 def _check_sizes(arguments: argparse.Namespace, largest: int, settings: Settings) -> None:
@@ -311,13 +277,13 @@ def run(arguments: argparse.Namespace) -> int:
     Returns:
         The exit code: 0 if all elements were right in all modes, 1 if one was wrong.
     """
-    signal.signal(signal.SIGTERM, end_by_exit)
+    signal.signal(signal.SIGTERM, runs.end_by_exit)
     settings = settings_of(arguments, *machine.platform_and_devices(arguments))
     result: dict[str, Any] = {"version": report.VERSION, "header": {}, "rows": []}
     peers = source_tree.load("bench_peers.registry", "--peers") if arguments.peers else None
     measurements = settings[0].matmuls() or settings[0].measurements() or [settings[0].name]
     of_peers = peers.count(arguments.peers, settings[0]) if peers is not None else 0
-    line = ProgressLine(sys.stderr, len(settings) * len(measurements) + of_peers)
+    line = runs.ProgressLine(sys.stderr, len(settings) * len(measurements) + of_peers)
     for of_mode in settings:
         variables = environment(arguments)
         measured = run_mode(of_mode, variables, arguments.timeout, line)
@@ -348,11 +314,11 @@ def run_mode(
     settings: Settings,
     variables: Mapping[str, str],
     timeout_s: float,
-    line: ProgressLine,
+    line: runs.ProgressLine,
     shows_table: bool = True,
 ) -> dict[str, Any]:
     """Runs the ranks of one mode and returns the "header" and the "rows" of the JSON file."""
-    return run_function(
+    return runs.run_function(
         "jax_intranode._src.command_line.bench.measure:measure",
         dataclasses.asdict(settings),
         settings.job,

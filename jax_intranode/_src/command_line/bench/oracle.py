@@ -87,10 +87,11 @@ def fields(
         lax: those of the results of `jax.lax`.
     """
     row: dict[str, Any] = {}
-    for prefix, (wrong, error) in (("", ours), ("lax_", lax)):
-        largest = all_ranks.largest(f"{label}/{prefix}error", math.nan if error is None else error)
-        row[f"{prefix}wrong"] = all_ranks.total(f"{label}/{prefix}wrong", wrong)
-        row[f"{prefix}error"] = largest if math.isfinite(largest) else None
+    for name, (wrong, _) in (("wrong", ours), ("lax_wrong", lax)):
+        row[name] = all_ranks.total(f"{label}/{name}", wrong)
+    for name, (_, error) in (("error", ours), ("lax_error", lax)):
+        largest = all_ranks.largest(f"{label}/{name}", math.nan if error is None else error)
+        row[name] = largest if math.isfinite(largest) else None
     return row
 
 

@@ -9,25 +9,9 @@ import sys
 import time
 from typing import Any
 
-from jax_intranode._src.command_line import machine, source_tree
-from jax_intranode._src.command_line.launcher.runs import (
-    MODES,
-    PROCESS_PER_DEVICE,
-    Devices,
-    ProgressLine,
-    RankError,
-    end_by_exit,
-    minutes,
-    run_function,
-)
-from jax_intranode._src.command_line.options import (
-    WrongInput,
-    add_mode,
-    add_platform,
-    integer_from,
-    new_file,
-    positive_number,
-)
+from jax_intranode._src.command_line import machine, options, source_tree
+from jax_intranode._src.command_line.launcher import runs
+from jax_intranode._src.command_line.options import WrongInput
 from jax_intranode._src.command_line.soak import rank
 
 DESCRIPTION = (
@@ -53,31 +37,22 @@ _SLACK_S = 600
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("--minutes", type=positive_number(), default=1, help="how long to run, in all (default 1)")
+    minutes = options.positive_number()
+    add("--minutes", type=minutes, default=1, help="how long to run, in all (default 1)")
     add("--seed", type=int, help="makes the same programs again (default: a random one)")
     add("--program", type=int, metavar="NUMBER", help="run only the program with this number")
     add("--devices", type=int, help="number of devices (default all GPUs, or 4 CPU devices)")
-    add_platform(parser)
-    add_mode(parser)
-    add("--json", type=new_file, metavar="FILE", help="write the counts to FILE")
+    options.add_platform(parser)
+    options.add_mode(parser)
+    add("--json", type=options.new_file, metavar="FILE", help="write the counts to FILE")
     add("--faults", action="store_true", help="let processes fail; needs the source tree")
-    add(
-        "--cases",
-        type=integer_from(1),
-        default=300,
-        metavar="COUNT",
-        help="how many faults (default 300)",
-    )
+    text = "how many faults (default 300)"
+    add("--cases", type=options.integer_from(1), default=300, metavar="COUNT", help=text)
     add("--case", metavar="CASE[,CASE...]", help="run only these faults, as --faults prints them")
-    add(
-        "--jobs",
-        type=integer_from(1),
-        default=1,
-        metavar="COUNT",
-        help="faults at the same time (default 1)",
-    )
+    text = "faults at the same time (default 1)"
+    add("--jobs", type=options.integer_from(1), default=1, metavar="COUNT", help=text)
     text = "multiplies the time limits of --faults, for a machine that is busy (default 1)"
-    add("--slack", type=positive_number(), default=1, metavar="FACTOR", help=text)
+    add("--slack", type=options.positive_number(), default=1, metavar="FACTOR", help=text)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -91,21 +66,21 @@ def run(arguments: argparse.Namespace) -> int:
         raise WrongInput(f"{devices} devices: use 2 to 8")
     if arguments.program is not None and arguments.seed is None:
         raise WrongInput("--program needs the --seed of the run that it was part of")
-    signal.signal(signal.SIGTERM, end_by_exit)
+    signal.signal(signal.SIGTERM, runs.end_by_exit)
     if arguments.faults:
         faults = source_tree.load("soak_faults.command", "--faults")
         return int(faults.run(arguments, platform, devices))
     seed = random.randrange(10**6) if arguments.seed is None else arguments.seed
-    modes = tuple(reversed(MODES)) if arguments.mode == "both" else (arguments.mode,)
+    modes = tuple(reversed(runs.MODES)) if arguments.mode == "both" else (arguments.mode,)
     if platform == "gpu" and machine.has_one_gpu():
-        if arguments.mode not in ("both", PROCESS_PER_DEVICE):
+        if arguments.mode not in ("both", runs.PROCESS_PER_DEVICE):
             raise WrongInput(f"--mode {arguments.mode}: this needs 2 GPUs, and there is 1 here")
-        modes = (PROCESS_PER_DEVICE,)
+        modes = (runs.PROCESS_PER_DEVICE,)
     seconds = arguments.minutes * 60 / len(modes)
     print(f"# soak of {devices} x {platform}, --seed {seed}", flush=True)
     results = []
     for mode in modes:
-        of_mode = _Run(Devices(platform, devices, mode), seed, seconds, arguments.program)
+        of_mode = _Run(runs.Devices(platform, devices, mode), seed, seconds, arguments.program)
         results.append({"mode": mode, **of_mode.run()})
     if arguments.json is not None:
         header = {"seed": seed, "platform": platform, "devices": devices}
@@ -115,10 +90,10 @@ def run(arguments: argparse.Namespace) -> int:
     return 1 if wrong else 0
 
 
-class _Run(ProgressLine):
+class _Run(runs.ProgressLine):
     """The run of one mode, and its progress."""
 
-    def __init__(self, job: Devices, seed: int, seconds: float, program: int | None) -> None:
+    def __init__(self, job: runs.Devices, seed: int, seconds: float, program: int | None) -> None:
         super().__init__(sys.stderr, 0)
         self._job, self._seed, self._seconds, self._program = job, seed, seconds, program
         self._heard: dict[str, Any] = {"begun": "no program yet", "counts": rank.no_counts()}
@@ -134,7 +109,7 @@ class _Run(ProgressLine):
         }
         error = None
         try:
-            run_function(
+            runs.run_function(
                 "jax_intranode._src.command_line.soak.rank:run",
                 {"seed": self._seed, "seconds": self._seconds, "program": self._program},
                 self._job,
@@ -143,7 +118,7 @@ class _Run(ProgressLine):
                 line=self,
                 hear=self._heard.update,
             )
-        except RankError as failed:
+        except runs.RankError as failed:
             error = str(failed)
         counts = self._heard["counts"]
         print(f"{self._job.mode}: {self._so_far()}", flush=True)
@@ -173,7 +148,7 @@ class _Run(ProgressLine):
         )
 
     def text(self) -> str:
-        left = minutes(max(0, self._seconds - (time.monotonic() - self.started)))
+        left = runs.minutes(max(0, self._seconds - (time.monotonic() - self.started)))
         return f"{self._job.mode}, {left} left: {self._so_far()}"
 
     def show(self) -> None:

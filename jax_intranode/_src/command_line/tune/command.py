@@ -9,24 +9,11 @@ import time
 from pathlib import Path
 from typing import Any
 
-from jax_intranode._src.command_line import machine, source_tree
+from jax_intranode._src.command_line import machine, options, source_tree
 from jax_intranode._src.command_line.bench import report
 from jax_intranode._src.command_line.bench.settings import Settings
-from jax_intranode._src.command_line.launcher.runs import (
-    MODES,
-    ProgressLine,
-    end_by_exit,
-    run_function,
-)
-from jax_intranode._src.command_line.options import (
-    WrongInput,
-    add_mode,
-    add_platform,
-    integer_from,
-    names_from,
-    new_file,
-    positive_number,
-)
+from jax_intranode._src.command_line.launcher import runs
+from jax_intranode._src.command_line.options import WrongInput
 from jax_intranode._src.command_line.tune import sweep
 from jax_intranode._src.native import definitions
 from jax_intranode._src.selection import table, tuning
@@ -57,30 +44,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     default = "jax_intranode_tuning.json"
     text = f"the file (default {default})"
-    add("-o", "--output", type=new_file, default=default, metavar="FILE", help=text)
+    add("-o", "--output", type=options.new_file, default=default, metavar="FILE", help=text)
     text = "how long to measure, about (default 20 on GPUs, 4 on CPU devices)"
-    add("--minutes", type=positive_number(24 * 60), help=text)
-    add_platform(parser)
+    add("--minutes", type=options.positive_number(24 * 60), help=text)
+    options.add_platform(parser)
     text = (
         "number of devices (default all GPUs, or 2 CPU devices); smaller groups are measured, too"
     )
-    add("--devices", type=integer_from(2), help=text)
-    add_mode(parser)
-    add(
-        "--operations",
-        type=names_from(OPERATIONS),
-        default=list(OPERATIONS),
-        metavar="NAME[,NAME...]",
-        help=f"the collectives and norms to measure (default {','.join(OPERATIONS)})",
-    )
+    add("--devices", type=options.integer_from(2), help=text)
+    options.add_mode(parser)
+    names, of_names = "NAME[,NAME...]", options.names_from(OPERATIONS)
+    text = f"the collectives and norms to measure (default {','.join(OPERATIONS)})"
+    add("--operations", type=of_names, default=list(OPERATIONS), metavar=names, help=text)
     add("--no-matmuls", action="store_true", help="do not measure the overlap model's constants")
     add("--probe", type=Path, metavar="FILE", help="a compiled tools/fused_probe.cu")
-    add(
-        "--compare",
-        action="store_true",
-        help="print the plans of bench's reference shapes by today's and by the measured "
-        "constants, and time those that differ",
+    text = (
+        "print the plans of bench's reference shapes by today's and by the measured constants, "
+        "and time those that differ"
     )
+    add("--compare", action="store_true", help=text)
     text = "print the overlap model's constants as source for overlap/profiles.py"
     add("--print-profile", action="store_true", help=text)
 
@@ -109,7 +91,7 @@ def jobs(platform: str, devices: int, modes: list[str]) -> list[Settings]:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    signal.signal(signal.SIGTERM, end_by_exit)
+    signal.signal(signal.SIGTERM, runs.end_by_exit)
     platform, devices = machine.platform_and_devices(arguments, fewest=2)
     load, cores = machine.load()
     if load > cores / 2:
@@ -122,17 +104,17 @@ def run(arguments: argparse.Namespace) -> int:
     seconds = 60 * (arguments.minutes or {"gpu": 20, "cpu": 4}[platform])
     matmuls = _module_of_matmuls(platform, arguments.no_matmuls)
     of_matmuls = 0.0 if isinstance(matmuls, str) else min(_MATMULS_S, seconds / 2)
-    modes = list(MODES) if arguments.mode == "both" else [arguments.mode]
+    modes = list(runs.MODES) if arguments.mode == "both" else [arguments.mode]
     todo = jobs(platform, devices, modes)
     found: dict[str, Any] = {"tables": [], "measurements": [], "left_out": []}
     # The progress line counts to as many sizes; the search may end earlier.
     sizes = len(todo) * len(arguments.operations) * 2 * (8 if platform == "gpu" else 5)
-    line = ProgressLine(sys.stderr, sizes)
+    line = runs.ProgressLine(sys.stderr, sizes)
     for number, settings in enumerate(todo):
         left = started + seconds - of_matmuls - time.monotonic()
         allowed = max(0.0, left) / (len(todo) - number)
         what = {"seconds": allowed, "operations": arguments.operations}
-        of_job = run_function(
+        of_job = runs.run_function(
             "jax_intranode._src.command_line.tune.sweep:measure",
             {**what, **dataclasses.asdict(settings)},
             settings.job,

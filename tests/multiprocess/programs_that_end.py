@@ -225,7 +225,7 @@ def distributed_shutdown_at_the_end() -> None:
 
 
 def distributed_shutdown_in_the_middle() -> None:
-    """Programs that are compiled go on without JAX's service. Then rank 0 waits for rank 1's end."""
+    """Programs that are compiled go on without JAX's service. Rank 0 waits for rank 1's end."""
     begin()
     pid = int(multihost_utils.process_allgather(np.int32(os.getpid()))[1])
     jax.distributed.shutdown()

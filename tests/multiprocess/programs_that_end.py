@@ -1,10 +1,13 @@
 """Ordinary programs of several processes: how their processes end. None of them may fail."""
 
 import atexit
+import contextlib
 import os
+import resource
 import socket
 import threading
 import time
+from pathlib import Path
 
 import jax
 import jax.extend.backend
@@ -130,7 +133,7 @@ def ends_while_it_computes(how: str) -> None:
 def other_threads_never_rest() -> None:
     """As those of a library that spins for good: no process waits for another one's to rest."""
     begin()
-    peers._native_cpu_s = time.monotonic
+    peers._cpu_s_of_other_threads = time.monotonic
     time.sleep(rank())
 
 
@@ -143,11 +146,19 @@ def ends_at_different_times() -> None:
 
 
 def ends_long_before_its_peer() -> None:
-    """Longer than JAX's last barrier may take, which `connect` sets to 30 s."""
+    """Longer than JAX's last barrier may take, which `connect` sets to 30 s.
+
+    At its end rank 1 can open no file.
+    """
     begin()
     if rank() == 0:
         time.sleep(36)
         say(read(jax.jit(jnp.sum)(jnp.ones(4))))
+    else:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (256, 256))
+        with contextlib.suppress(OSError):
+            while True:
+                os.open(os.devnull, os.O_RDONLY)
 
 
 def half_of_the_ranks_end() -> None:
@@ -214,12 +225,24 @@ def distributed_shutdown_at_the_end() -> None:
 
 
 def distributed_shutdown_in_the_middle() -> None:
-    """Programs that are compiled go on without JAX's service."""
+    """Programs that are compiled go on without JAX's service. Rank 0 waits for rank 1's end."""
     begin()
+    pid = int(multihost_utils.process_allgather(np.int32(os.getpid()))[1])
     jax.distributed.shutdown()
     if rank() == 1:
         time.sleep(LATER_S)
     say(read(total(2)))
+    if rank() == 0:
+        deadline = time.monotonic() + 30
+        while time.monotonic() < deadline and _runs(pid):
+            time.sleep(0.1)
+        say(_runs(pid))
+
+
+def _runs(pid: int) -> bool:
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    return False
 
 
 def distributed_again() -> None:

@@ -265,9 +265,10 @@ def ends_before_its_peer(wait_s: float = LATER_S) -> None:
 def console_that_showed_an_exception() -> None:
     begin()
     if rank() == 1:
-        console = code.InteractiveConsole()
-        console.push("1 / 0")
-        console.push("done = 7")
+        for name in ("<console>", "<string>"):
+            console = code.InteractiveConsole(filename=name)
+            console.push("1 / 0")
+            console.push("done = 7")
         say(console.locals["done"])
     ends_before_its_peer()
 

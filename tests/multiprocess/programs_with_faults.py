@@ -92,7 +92,7 @@ def raises() -> None:
 
     begin()
     if rank() == 1:
-        time.sleep(1)
+        time.sleep(2)  # rank 0 waits by then
         raise ValueError("loss is NaN")
     error = attempt(guarded)
     assert isinstance(error, jax_intranode.CommunicationError), type(error)

@@ -37,7 +37,7 @@ PROGRAMS = {
     "thread_after_the_end": Program([["6.0", "9.0"]] * 2),
     "calls_after_its_end": Program([["6.0"], ["6.0"]]),
     "distributed_shutdown_at_the_end": Program([["6.0", "4.0"], ["4.0"]]),
-    "distributed_shutdown_in_the_middle": Program([["6.0"]] * 2),
+    "distributed_shutdown_in_the_middle": Program([["6.0", "False"], ["6.0"]]),
     "distributed_again": Program([["6.0"], []]),
     # Ranks that are not equally fast; processes, threads, signals, exceptions.
     "all_that_go_on": Program(

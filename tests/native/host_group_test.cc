@@ -424,8 +424,22 @@ void DeadlineAmidSegments() {
               {"its process has ended"});
 }
 
+// A rank sends its data, and is lost before the rank that waits looks again.
+void LostAfterItsData() {
+  const jin::Regions regions(2, kEpochBufferBytes);
+  const auto groups = jin::GroupsOf(regions, 2, kNever);
+  const auto waiting = ArriveWith(*groups[0], 0, 0);
+  ArriveWith(*groups[1], 1, 0);
+  jin::AbsentDevices absent;
+  absent.Add(11, {jin::PeerState::kLost, {}, "its process has ended"});
+  groups[0]->SetAbsent(absent);
+  const std::string error = AwaitByThen(*groups[0], *waiting);
+  Require(error.empty(), "a call that had all data: " + error);
+}
+
 void Deadlines() {
   DeadlineAmidSegments();
+  LostAfterItsData();
   // Over processes: the follower, then the leader is missing; then a rank of three.
   Deadline(2, 2, {0}, 0, "rank 0 (device 10)", "waited for rank 1 (device 11)");
   Deadline(2, 2, {1}, 1, "rank 1 (device 11)", "waited for rank 0 (device 10)");

@@ -114,6 +114,7 @@ void HostGroup::SetAbsent(const AbsentDevices& absent) {
   Tickets done;
   {
     std::lock_guard lock(mutex_);
+    Advance(&done);  // what a rank sent before it went has arrived
     absent_ = absent;
     for (size_t rank = 0; rank < device_ids_.size() && failure_.empty(); ++rank) {
       const AbsentDevice* const lost = absent.Find(device_ids_[rank]);

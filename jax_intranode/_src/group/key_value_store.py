@@ -101,7 +101,8 @@ class KeyValueStore(Store):
         mine = json.dumps(value)
         if self.claim(f"{stage}/{self._process}", mine) != mine:
             raise Refused(f"process {self._process} entered the rendezvous a second time")
-        values, report = [], Deadline(config.get().report_after_s)
+        values = []
+        report: Deadline | None = Deadline(config.get().report_after_s)
         for process in self._processes:
             while (text := self.wait(f"{stage}/{process}", deadline.at_most(_LOOK_S))) is None:
                 if verdict := self.wait("verdict", Deadline(0.001)):

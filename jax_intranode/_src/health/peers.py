@@ -37,9 +37,12 @@ _HOPELESS_BARRIER_S = 0.5
 _LAST_S = 5.0
 # How often a process that has finished looks whether its peers have.
 _LOOK_S = 0.02
-# How often it looks whether it still computes, and how much processor time counts as computing. A
-# peer waits longer for a process that has finished (kPatience of xla_ffi/health/peer_table.h).
-_COMPUTES_LOOK_S, _COMPUTES_S = 0.5, 0.02
+# How often it looks whether it still computes, and how much processor time counts as computing: a
+# process at rest uses a third of that. A peer waits longer for a process that has finished
+# (kPatience of xla_ffi/health/peer_table.h).
+_COMPUTES_LOOK_S, _COMPUTES_S = 0.25, 0.002
+# How long a program that ends with an error code waits for what it has dispatched.
+_DRAIN_BEFORE_FAILURE_S = 1.0
 _PRESENT = ("unheard", "running")
 _FAULTS = ("failed", "lost")
 _PACKAGE = str(Path(__file__).parents[2]) + os.sep
@@ -132,7 +135,7 @@ _takes_part = False
 _fails = False  # whether this process ends because of a failure
 _has_lost = False  # whether a peer was lost in a mesh that was shut down since
 _pid = os.getpid()
-_program = ""  # the file that Python runs
+_program = ("", 0)  # the name of the file that Python runs, and the identity of its globals
 _exit: BaseException | None = None  # what `fails_with` was told
 _drained = False  # whether `_drain` has waited
 
@@ -143,8 +146,8 @@ def _take_part_in_the_end() -> None:
     if _takes_part:
         return
     _takes_part, _pid = True, os.getpid()
-    # At exit __main__ has it no more.
-    _program = os.path.abspath(getattr(sys.modules.get("__main__"), "__file__", None) or "")
+    main = getattr(sys.modules.get("__main__"), "__dict__", {})
+    _program = os.path.basename(main.get("__file__") or ""), id(main)
     distributed.at_end_of_backends(_drain)
     distributed.bound_distributed_shutdown(_say_goodbye, _won_t_come, _after_barrier)
 
@@ -162,10 +165,9 @@ def _uncaught() -> BaseException | None:
     while traceback is not None:
         code = traceback.tb_frame.f_code
         if code.co_name == "<module>":
-            is_program = code.co_filename in ("<string>", "<stdin>") or (
-                os.path.abspath(code.co_filename) == _program
-            )
-            return error if is_program else None
+            name = "" if code.co_filename in ("<string>", "<stdin>") else code.co_filename
+            found = os.path.basename(name), id(traceback.tb_frame.f_globals)
+            return error if found == _program else None
         file = code.co_filename
         if not (file.startswith(("<frozen ", _PACKAGE)) or os.path.basename(file) == "runpy.py"):
             return None
@@ -206,41 +208,46 @@ def _tell_failure() -> bool:
 def _drain() -> None:
     """Waits until nothing that this process has dispatched can still run.
 
-    Live arrays don't tell: a program whose results were dropped runs on. What waits for it is a
-    program over all local devices, and on GPUs the driver.
-
     A program that has failed does not wait, and tells its peers here: JAX's backends may take long
-    to end, because on GPUs they wait for kernels, which may wait for peers.
+    to end, because on GPUs they wait for kernels, which may wait for peers. What a program that
+    ends with an error code has dispatched may serve its peers, so such a program waits a little.
     """
     global _drained
-    if os.getpid() != _pid or not _watches or _tell_failure():
+    if os.getpid() != _pid or not _watches:
+        return
+    exits = _exit is not None and _uncaught() is None and failures.current() is None
+    if not exits and _tell_failure():
         return
     _drained = True
+    end = time.monotonic() + _DRAIN_BEFORE_FAILURE_S
     for platform in {watch.platform for watch in _watches}:
-        with contextlib.suppress(Exception):  # who needed a result has seen its error
-            for array in jax.live_arrays(platform):
-                array.block_until_ready()
+        arrays = jax.live_arrays(platform)
         with contextlib.suppress(Exception):
-            mesh = Mesh(np.array(jax.local_devices(backend=platform)), ("x",))
-            with jax.set_mesh(mesh), jax.transfer_guard("allow"):  # whatever the program has set
-                x = jax.device_put(np.zeros(mesh.size, np.float32), NamedSharding(mesh, P("x")))
-                total = jax.jit(lambda x: x.sum(), out_shardings=NamedSharding(mesh, P()))
-                total(x).block_until_ready()
+            arrays.append(_last_result(platform))
+        for array in arrays:
+            with contextlib.suppress(Exception):  # who needed a result has seen its error
+                while exits and not array.is_ready() and time.monotonic() < end:
+                    time.sleep(_LOOK_S)
+                if not exits:
+                    array.block_until_ready()
         with contextlib.suppress(Exception):
-            if platform == "gpu":
+            if platform == "gpu" and not exits:
                 extension.module("gpu").synchronize()
+    _tell_failure()
 
 
-def _native_cpu_s() -> float:
-    """The processor time of the threads that Python has not started, in seconds."""
-    of_python = {thread.native_id for thread in threading.enumerate()} | {threading.get_native_id()}
-    ticks = 0
-    for thread in os.listdir("/proc/self/task"):
-        if int(thread) not in of_python:
-            with contextlib.suppress(OSError):  # it has ended
-                stat = Path(f"/proc/self/task/{thread}/stat").read_text()
-                ticks += sum(map(int, stat.rpartition(")")[2].split()[11:13]))
-    return ticks / os.sysconf("SC_CLK_TCK")
+def _last_result(platform: str) -> jax.Array:
+    """An array that is ready when nothing runs that was dispatched before on these devices.
+
+    Live arrays don't tell: a program whose results were dropped runs on. The result of a program
+    over all local devices does, because XLA's CPU client runs such programs one after another. The
+    program has no collective, for which XLA would connect the devices anew.
+    """
+    mesh = Mesh(np.array(jax.local_devices(backend=platform)), ("x",))
+    split = NamedSharding(mesh, P("x"))
+    with jax.set_mesh(mesh), jax.transfer_guard("allow"):  # whatever the program has set
+        x = jax.device_put(np.zeros(mesh.size, np.float32), split)
+        return jax.jit(lambda x: x + 1, out_shardings=split)(x)
 
 
 def _say_goodbye() -> None:
@@ -251,7 +258,7 @@ def _say_goodbye() -> None:
 
     On CPU devices something may still run: `_drain` does not wait for what another thread has
     dispatched, and not at all where the program has cleared JAX's backends itself. So this process
-    takes back that it has finished while threads of XLA use a processor. Threads of other libraries
+    takes back that it has finished while other threads use a processor. Threads of other libraries
     count, too, and may never rest. So a peer that has finished once is not awaited again: two
     processes with such threads would wait for each other.
     """
@@ -268,20 +275,28 @@ def _say_goodbye() -> None:
     for watch in _watches:
         watch.native.finish()
     on_cpu = [watch for watch in _watches if watch.platform == "cpu"]
-    computes, used, looked = False, _native_cpu_s(), time.monotonic()
+    # Without it there is no barrier any more: the program has called jax.distributed.shutdown().
+    awaits_peers = distributed.key_value_client() is not None
     finished: set[tuple[Watch, int]] = set()
-    while not _all_have_finished(finished):
+    rests, told_to_rest = not on_cpu, True
+    used, looked = _cpu_s_of_other_threads(), time.monotonic()
+    while not _all_have_finished(finished) and (awaits_peers or not rests):
         time.sleep(_LOOK_S)
         if not on_cpu or time.monotonic() - looked < _COMPUTES_LOOK_S:
             continue
-        before, used, looked = used, _native_cpu_s(), time.monotonic()
-        if computes != (used - before >= _COMPUTES_S):
-            computes = not computes
+        before, used, looked = used, _cpu_s_of_other_threads(), time.monotonic()
+        rests = used - before < _COMPUTES_S
+        if told_to_rest != rests:
+            told_to_rest = rests
             for watch in on_cpu:
-                (watch.native.go_on if computes else watch.native.finish)()
-    if computes:
+                (watch.native.finish if rests else watch.native.go_on)()
+    if not told_to_rest:
         for watch in on_cpu:
             watch.native.finish()
+
+
+def _cpu_s_of_other_threads() -> float:
+    return time.process_time() - time.thread_time()
 
 
 def _all_have_finished(finished: set[tuple[Watch, int]]) -> bool:

@@ -7,6 +7,7 @@ Without GPUs, one worker per core runs the tests (pytest-xdist). A selection of 
 in one process, and so does everything on GPUs, because each test uses all of them.
 """
 
+import dataclasses
 import gc
 import os
 import re
@@ -50,6 +51,7 @@ from bench_settings import run_here as run_here  # noqa: E402
 from devices import REQUIRED_GPUS, need_devices  # noqa: E402
 
 from jax_intranode._src.group import rendezvous  # noqa: E402
+from jax_intranode._src.selection import config  # noqa: E402
 
 # Tests fail by the message of an operation that waits too long, and not by pytest's own limit.
 os.environ.setdefault("JAX_INTRANODE_TIMEOUT_S", "60")
@@ -88,6 +90,13 @@ def not_installed() -> Iterator[None]:
     need_devices(2)
     yield
     jax_intranode.uninstall()
+
+
+@pytest.fixture
+def norms_are_fused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Norms are fused whatever the table says."""
+    always = dataclasses.replace(config.get(), fuse_norms="always")
+    monkeypatch.setattr(config, "get", lambda: always)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -5,6 +5,7 @@ import functools
 import logging
 import re
 from typing import Any
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -62,6 +63,12 @@ def tensor_parallel() -> tuple[Any, jax.Array]:
     return weights(mesh, *TENSOR_PARALLEL), put(mesh, normal(2, 8, 16), "data")
 
 
+def fully_sharded(mesh: Mesh) -> tuple[Any, jax.Array]:
+    """Those of an `mlp` that gathers its weights."""
+    p = weights(mesh, ("model", None), ("model", None))
+    return p, put(mesh, normal(2, 64, 16), ("data", "model"))
+
+
 def test_tensor_parallel() -> None:
     p, x = tensor_parallel()
     before, after = check(mlp, p, x)
@@ -114,10 +121,7 @@ def test_one_line_of_log(caplog: pytest.LogCaptureFixture) -> None:
 
 
 def test_fsdp_gathers_weights() -> None:
-    mesh = two_axes()
-    p = weights(mesh, ("model", None), ("model", None))
-    x = put(mesh, normal(2, 64, 16), ("data", "model"))
-    before, after = check(mlp, p, x)
+    before, after = check(mlp, *fully_sharded(two_axes()))
     assert before == {"all-gather": 2} and after == {"jax_intranode_all_gather": 2}
 
 
@@ -208,8 +212,7 @@ def test_sums_are_merged_up_to_a_barrier() -> None:
 
 
 def test_a_sum_that_does_not_begin_at_zero() -> None:
-    mesh = two_axes()
-    x = put(mesh, normal(0, 8, 16), None, "model")
+    x = put(two_axes(), normal(0, 8, 16), None, "model")
     check(lambda x: lax.reduce(x, np.float32(3), lax.add, (1,)), x)
 
 
@@ -227,8 +230,7 @@ def test_a_key_of_random_numbers() -> None:
 def test_devices_in_another_order() -> None:
     order = [2, 0, 3, 1, *range(4, N)]
     for mesh in (two_axes(), two_axes(order)):
-        p = weights(mesh, ("model", None), ("model", None))
-        check(mlp, p, put(mesh, normal(2, 64, 16), ("data", "model")))
+        check(mlp, *fully_sharded(mesh))
 
 
 def test_off_and_nothing_to_take_change_no_text() -> None:
@@ -332,10 +334,7 @@ def test_a_program_that_xla_refuses_is_compiled_as_it_was(
 def test_an_exception_leaves_the_program(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def fail(*_: Any) -> Any:
-        raise KeyError("not expected")
-
-    monkeypatch.setattr(groups, "replace", fail)
+    monkeypatch.setattr(groups, "replace", mock.Mock(side_effect=KeyError("not expected")))
     p, x = tensor_parallel()
     before, after = check(mlp, p, x)
     assert before == after
@@ -343,10 +342,8 @@ def test_an_exception_leaves_the_program(
 
 
 def test_a_peer_that_is_gone_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*_: Any) -> Any:
-        raise jax_intranode.CommunicationError("process 1 is gone")
-
-    monkeypatch.setattr(groups, "replace", fail)
+    gone = jax_intranode.CommunicationError("process 1 is gone")
+    monkeypatch.setattr(groups, "replace", mock.Mock(side_effect=gone))
     p, x = tensor_parallel()
     with pytest.raises(jax_intranode.CommunicationError), jax_intranode.accelerate(auto=True):
         jax.jit(mlp).lower(p, x)
@@ -404,13 +401,10 @@ def test_dimensions_of_one_element(as_on_gpus: Any, batch: int, users: int) -> N
 def test_what_xla_can_overlap_is_left(as_on_gpus: Any) -> None:
     """A gather that can run next to a matmul before its use; not sums that all matmuls need."""
     as_on_gpus(0)
-    mesh = two_axes()
-    x = put(mesh, normal(2, 64, 16), ("data", "model"))
-    p = weights(mesh, ("model", None), ("model", None))
+    p, x = fully_sharded(two_axes())
     before, after = check(lambda p, x: jnp.tanh(p["up"] @ p["down"]) * 2, p, x)
     assert of_xla(before) == of_xla(after) + 1
-    p, x = weights(mesh, *TENSOR_PARALLEL), put(mesh, normal(2, 8, 16), "data")
-    _, after = check(lambda p, x: mlp(p, mlp(p, x)), p, x)
+    _, after = check(lambda p, x: mlp(p, mlp(p, x)), *tensor_parallel())
     assert of_xla(after) == 0
 
 
@@ -418,9 +412,7 @@ def test_what_xla_can_overlap_is_left(as_on_gpus: Any) -> None:
 def test_gathers_that_xla_combines_are_judged_as_one(most: int, left: int, as_on_gpus: Any) -> None:
     """Those of parameters, of which only the second can run next to a matmul."""
     as_on_gpus(most)
-    mesh = two_axes()
-    p = weights(mesh, ("model", None), ("model", None))
-    before, after = check(mlp, p, put(mesh, normal(2, 64, 16), ("data", "model")))
+    before, after = check(mlp, *fully_sharded(two_axes()))
     assert (of_xla(before), of_xla(after)) == (2, left)
 
 
@@ -528,7 +520,7 @@ def test_a_loop_whose_result_is_sliced_whole() -> None:
 
 
 @pytest.mark.parametrize(
-    ("up", "down", "x"),
+    "specs",
     [
         (("model",), ("model",), ()),
         ((EVERY,), EVERY, (None, EVERY)),
@@ -538,15 +530,11 @@ def test_a_loop_whose_result_is_sliced_whole() -> None:
     ],
 )
 def test_shardings_are_those_that_xla_chooses(
-    up: Any,
-    down: Any,
-    x: Any,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
+    specs: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Where several are possible, XLA's choice depends on how it has simplified the program."""
     mesh = two_axes(range(4))
-    p, y = weights(mesh, up, down), put(mesh, normal(2, 8, 16), *x)
+    p, y = weights(mesh, *specs[:2]), put(mesh, normal(2, 8, 16), *specs[2])
 
     def loss(p: Any, y: Any) -> Any:
         def layer(y: Any, _: Any) -> Any:
@@ -631,13 +619,6 @@ def test_attention_of_a_divided_sequence() -> None:
     assert of_xla(after) < of_xla(before)
 
 
-@pytest.fixture
-def norms_are_fused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Norms are fused whatever the table says."""
-    always = dataclasses.replace(config.get(), fuse_norms="always")
-    monkeypatch.setattr(config, "get", lambda: always)
-
-
 def rms_norm(x: Any, scale: Any) -> Any:
     return x * lax.rsqrt((x * x).mean(-1, keepdims=True) + 1e-6) * scale
 
@@ -649,12 +630,7 @@ def layer_norm(x: Any, scale: Any) -> Any:
 
 @pytest.mark.parametrize(
     ("norm", "is_divided"),
-    [
-        (rms_norm, True),
-        (layer_norm, False),
-        full(rms_norm, False),
-        full(layer_norm, True),
-    ],
+    [(rms_norm, True), (layer_norm, False), full(rms_norm, False), full(layer_norm, True)],
 )
 def test_a_norm_behind_a_sum(norm: Any, is_divided: bool, norms_are_fused: None) -> None:
     """Layers whose sums are followed by a residual and a norm; the sequence may be divided."""

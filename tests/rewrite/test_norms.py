@@ -1,7 +1,7 @@
 """Which sums, residual adds and norms become one operation."""
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
@@ -22,14 +22,7 @@ from jax_intranode._src.ops.primitive import BY_PRIMITIVE
 from jax_intranode._src.selection import config, table
 
 HIDDEN = 24
-
-
-@pytest.fixture(autouse=True)
-def _fused() -> Iterator[None]:
-    """Norms are fused whatever the table says."""
-    always = dataclasses.replace(config.get(), fuse_norms="always")
-    with mock.patch.object(config, "get", lambda: always):
-        yield
+pytestmark = pytest.mark.usefixtures("norms_are_fused")
 
 
 # Norms in the forms in which models spell them. Each gets h, a weight and a bias.

@@ -112,8 +112,6 @@ def ends_while_it_computes(how: str) -> None:
     "in_a_thread": XLA:CPU orders what one thread dispatches. "with_a_mesh": programs of other
     devices are refused. The others end a part of JAX themselves.
     """
-    if how == "with_a_mesh":
-        jax.set_mesh(line())
     if how == "shuts_down":
         atexit.register(jax.distributed.shutdown)
     results = []
@@ -126,6 +124,8 @@ def ends_while_it_computes(how: str) -> None:
     if rank() == 0:
         say(read(results[0]))
     results.clear()
+    if how == "with_a_mesh":
+        jax.set_mesh(line())
     if how == "clears_backends":
         jax.extend.backend.clear_backends()
 

@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterable, Sequence
-from pathlib import Path
+from traceback import walk_tb
 
 import jax
 import numpy as np
@@ -42,10 +42,11 @@ _LOOK_S = 0.02
 # (kPatience of xla_ffi/health/peer_table.h).
 _COMPUTES_LOOK_S, _COMPUTES_S = 0.25, 0.002
 # How long a program that ends with an error code waits for what it has dispatched.
-_DRAIN_BEFORE_FAILURE_S = 1.0
+_DRAIN_BEFORE_FAILURE_S = 10.0
+# How long a process waits for its threads to rest where JAX has no last barrier.
+_REST_S = 10.0
 _PRESENT = ("unheard", "running")
 _FAULTS = ("failed", "lost")
-_PACKAGE = str(Path(__file__).parents[2]) + os.sep
 
 
 class Watch:
@@ -161,17 +162,11 @@ def _uncaught() -> BaseException | None:
     error = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
     if hasattr(sys, "ps1") or error is None:
         return None
-    traceback = error.__traceback__
-    while traceback is not None:
-        code = traceback.tb_frame.f_code
-        if code.co_name == "<module>":
-            name = "" if code.co_filename in ("<string>", "<stdin>") else code.co_filename
-            found = os.path.basename(name), id(traceback.tb_frame.f_globals)
-            return error if found == _program else None
-        file = code.co_filename
-        if not (file.startswith(("<frozen ", _PACKAGE)) or os.path.basename(file) == "runpy.py"):
-            return None
-        traceback = traceback.tb_next
+    for frame, _ in walk_tb(error.__traceback__):
+        code = frame.f_code
+        name = "" if code.co_filename in ("<string>", "<stdin>") else code.co_filename
+        if code.co_name == "<module>" and (os.path.basename(name), id(frame.f_globals)) == _program:
+            return error
     return None
 
 
@@ -279,8 +274,11 @@ def _say_goodbye() -> None:
     awaits_peers = distributed.key_value_client() is not None
     finished: set[tuple[Watch, int]] = set()
     rests, told_to_rest = not on_cpu, True
-    used, looked = _cpu_s_of_other_threads(), time.monotonic()
-    while not _all_have_finished(finished) and (awaits_peers or not rests):
+    used, began = _cpu_s_of_other_threads(), time.monotonic()
+    looked = began
+    while not _all_have_finished(finished) and (
+        awaits_peers or not (rests or looked > began + _REST_S)
+    ):
         time.sleep(_LOOK_S)
         if not on_cpu or time.monotonic() - looked < _COMPUTES_LOOK_S:
             continue

@@ -223,30 +223,23 @@ def test_the_first_failure_is_the_last_thing_shown(launch: Launch) -> None:
 
 
 def test_a_rank_that_exits_with_a_code_has_failed(launch: Launch) -> None:
-    """It waits for what it has dispatched, but for nobody, and its peers are told."""
-    code, out, err = launch(
+    """It waits for nobody, and its peers are told."""
+    code, _, err = launch(
         "-n 2 --platform cpu --grace 1 SCRIPT",
         """
         import sys, time
         import jax, jax_intranode, numpy as np
         from jax.sharding import Mesh, PartitionSpec as P
         mesh = Mesh(np.array(jax.devices()), ("x",))
-        rank = jax.process_index()
-        def late(v):
-            time.sleep(2 * rank)
-            return v
-        psum = lambda v: jax_intranode.psum(jax.pure_callback(late, v, v), "x")
+        psum = lambda v: jax_intranode.psum(v, "x")
         f = jax.shard_map(psum, mesh=mesh, in_specs=P(), out_specs=P())
-        last = jax.jit(f)(np.ones(4, np.float32))
-        if rank == 1:
-            del last
+        jax.block_until_ready(jax.jit(f)(np.ones(4)))
+        if jax.process_index() == 1:
             sys.exit(3)
-        print(np.asarray(last))
         time.sleep(20)
         """,
     )
     assert code == 3
-    assert "[0] [2. 2. 2. 2.]" in out
     assert "process 1 (pid " in err and "has failed: SystemExit: 3" in err
     assert "Timeout" not in err
 

@@ -5,6 +5,7 @@ import contextlib
 import os
 import resource
 import socket
+import sys
 import threading
 import time
 from pathlib import Path
@@ -128,6 +129,14 @@ def ends_while_it_computes(how: str) -> None:
         jax.set_mesh(line())
     if how == "clears_backends":
         jax.extend.backend.clear_backends()
+
+
+def exits_with_a_code_while_it_computes() -> None:
+    result = last_step(3.0)
+    if rank() == 0:
+        say(read(result))
+    del result
+    sys.exit(3)
 
 
 def other_threads_never_rest() -> None:

@@ -1,6 +1,5 @@
 """Faults of whole programs that the other ranks are told of: by their words, and within seconds."""
 
-import os
 import re
 from collections.abc import Iterator
 
@@ -42,8 +41,6 @@ DIFFERENT = {
 }
 PROGRAMS = {
     **{name: Program() for name in TOLD},
-    # Its first module is another one.
-    "raises": Program(options=["-m", "cProfile", "-o", os.devnull]),
     **{name: Program([()] * world, env=SOON) for name, world in DIFFERENT.items()},
     "is_needed_in_the_last_barrier": Program(env=SOON),
     "is_lost killed among three": Program([()] * 3, only_cpu="on GPUs the context is lost"),

@@ -104,6 +104,17 @@ def test_does_not_fail(started: Started, name: str) -> None:
 
 
 @pytest.mark.full
+def test_an_error_code_takes_no_data_from_a_peer() -> None:
+    """All ranks exit with it; rank 1 computes then, and rank 0 waits for its data."""
+    done = python(
+        *("-P", "-m", "jax_intranode", "launch", "--platform", "cpu", "-n", "2"),
+        *("--timeout", "100", MAIN, "launch", "exits_with_a_code_while_it_computes"),
+        stderr=subprocess.PIPE,
+    )
+    assert done.returncode == 3 and "[0] RESULT: 6.0" in done.stdout, done
+
+
+@pytest.mark.full
 def test_goes_on_after_a_restart(tmp_path: Path) -> None:
     """The second run finds nothing of the first, and ends with a step that rank 1 has not read."""
     done = python(

@@ -116,7 +116,7 @@ SOUND = {
         "full": ["sound 2 4 quick", "sound 2 8 mesh"],
         "long": [
             "sound 2 4 full",
-            "sound 2 8 quick",
+            "sound 2 6 quick",
             "sound 2 3 every_access",
             "sound 3 4 full",
             "sound 4 4 mesh",

@@ -6,6 +6,7 @@ This file connects the processes, and says goodbye at exit.
 
 import contextlib
 import hashlib
+import math
 import os
 import secrets
 import sys
@@ -214,17 +215,15 @@ def _drain() -> None:
     if not exits and _tell_failure():
         return
     _drained = True
-    end = time.monotonic() + _DRAIN_BEFORE_FAILURE_S
+    end = time.monotonic() + (_DRAIN_BEFORE_FAILURE_S if exits else math.inf)
     for platform in {watch.platform for watch in _watches}:
         arrays = jax.live_arrays(platform)
         with contextlib.suppress(Exception):
             arrays.append(_last_result(platform))
         for array in arrays:
             with contextlib.suppress(Exception):  # who needed a result has seen its error
-                while exits and not array.is_ready() and time.monotonic() < end:
+                while not array.is_ready() and time.monotonic() < end:
                     time.sleep(_LOOK_S)
-                if not exits:
-                    array.block_until_ready()
         with contextlib.suppress(Exception):
             if platform == "gpu" and not exits:
                 extension.module("gpu").synchronize()

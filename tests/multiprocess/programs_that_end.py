@@ -234,8 +234,13 @@ def distributed_shutdown_at_the_end() -> None:
 
 
 def distributed_shutdown_in_the_middle() -> None:
-    """Programs that are compiled go on without JAX's service. Rank 0 waits for rank 1's end."""
+    """Programs that are compiled go on without JAX's service. Rank 0 waits for rank 1's end.
+
+    A thread of rank 1 never rests.
+    """
     begin()
+    if rank() == 1:
+        peers._cpu_s_of_other_threads = time.monotonic
     pid = int(multihost_utils.process_allgather(np.int32(os.getpid()))[1])
     jax.distributed.shutdown()
     if rank() == 1:

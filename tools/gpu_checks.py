@@ -1,8 +1,7 @@
 """Checks and measures what needs GPUs, in steps with limits of their own.
 
-Runs the steps that have no line in OUT/steps.jsonl yet. Each writes NAME.log, and most NAME.json.
-The package has to be installed. CUDA_VISIBLE_DEVICES chooses the GPUs. The groups `collectives` to
-`matmuls` make the files of docs/measurements.
+Runs the steps that have no line in OUT/steps.jsonl yet. The package has to be installed. The groups
+`collectives` to `matmuls` make files of docs/measurements. CUDA_VISIBLE_DEVICES chooses the GPUs.
 """
 
 import argparse
@@ -33,8 +32,8 @@ def steps(out: Path, cpu: bool) -> list[tuple[str, str, int, str, str]]:
     found = []
     on = f"--platform {'cpu' if cpu else 'gpu'} --devices 2"
     query = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
-    names = "CPU" if cpu else subprocess.run(query, capture_output=True, text=True).stdout
-    suffix = f"_2_{re.findall(r'[A-Z]+[0-9]+|CPU', names)[0].lower()}"  # "h100" of "NVIDIA H100"
+    kinds = "CPU" if cpu else subprocess.run(query, capture_output=True, text=True).stdout
+    suffix = f"_2_{re.findall(r'[A-Z]+[0-9]+|CPU', kinds)[0].lower()}"  # "h100" of "NVIDIA H100"
     sizes, large = ("-b 1K -e 4K",) * 2 if cpu else ("-b 1K -e 64M", "-b 16M -e 256M")
     preset = f"--preset {'tiny' if cpu else 'reference -n 3 -w 1'}"
     few = "-n 2 -w 1" if cpu else "-n 9 -w 2"
@@ -43,7 +42,8 @@ def steps(out: Path, cpu: bool) -> list[tuple[str, str, int, str, str]]:
         found.append((group, name, limit_s, command, variables))
 
     def bench(group: str, name: str, limit_s: int, what: str, env: str = "") -> None:
-        command = f"{PYTHON} jax_intranode bench {on} --mode process-per-device {few} {what}"
+        mode = "single-process" if name.endswith("_one_process") else "process-per-device"
+        command = f"{PYTHON} jax_intranode bench {on} --mode {mode} {few} {what}"
         add(group, name + suffix, limit_s, f"{command} --json {out}/{name}{suffix}.json", env)
 
     required = f"JAX_INTRANODE_TIMEOUT_S=20 JAX_INTRANODE_REQUIRE_GPUS={0 if cpu else 2}"
@@ -74,7 +74,7 @@ def steps(out: Path, cpu: bool) -> list[tuple[str, str, int, str, str]]:
         bench("tune", f"{name}_tuned", 45, f"{name} {large}", tuned)
     for name in ("psum", "psum_scatter", "all_gather", "all_to_all"):
         bench("collectives", name, 75, f"{name} {sizes}")
-        bench("collectives", f"{name}_one_process", 75, f"{name} {sizes} --mode single-process")
+        bench("collectives", f"{name}_one_process", 75, f"{name} {sizes}")
     for name in ("decode", "tensor_parallel", "sequence_parallel", "fsdp", "data_parallel"):
         bench("auto", f"auto_{name}", 120, f"auto_{name}")
     for rows in (1, 16, 64, 1024):

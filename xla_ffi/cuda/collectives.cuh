@@ -110,8 +110,8 @@ const void* KernelOfCall(Algorithm algorithm, ElementType type, int size, CallKi
   switch (kind) {
     case CallKind::kAligned:
       if constexpr (kBare) {
-        // Each type has its own kernels for small sums between 2, 4 and 8 ranks: learning the type
-        // at run time costs 0.04 to 0.08 us of 2.3 to 4.1 (two H100, 1 KB to 512 KB).
+        // Between two H100 a sum of 1, 64 or 512 KB takes 0.04 to 0.08 us longer, of 2.2 to 4.1, if
+        // its kernel learns the type when it runs (docs/measurements/experiments.md).
         if (!in_segments && !OnlyCopies(algorithm)) {
           return Type::Visit(type, [&](auto of) {
             return KernelOfSize<decltype(of), AlignedBuffer, 2, 4, 8>(algorithm, size);

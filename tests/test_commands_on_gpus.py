@@ -15,14 +15,8 @@ from jax_intranode._src.command_line import doctor, info, machine
 class Node(FakeNvml):
     """A node with GPUs, as far as the commands ask about it."""
 
-    NVML_P2P_CAPS_INDEX_READ, NVML_P2P_CAPS_INDEX_WRITE = 0, 1
-    NVML_P2P_STATUS_OK = 0
     NVML_FI_DEV_NVLINK_SPEED_MBPS_COMMON = 90
     NVML_CLOCK_MEM, NVML_CLOCK_SM = 2, 1
-
-    def __init__(self, links: list[list[tuple[int, int, str]]]) -> None:
-        super().__init__(links)
-        self.no_access: set[tuple[int, int]] = set()
 
     def nvmlSystemGetDriverVersion(self) -> str:
         return "580.1"
@@ -54,9 +48,6 @@ class Node(FakeNvml):
     def nvmlDeviceGetFieldValues(self, handle: int, fields: list[int]) -> list[Any]:
         return []
 
-    def nvmlDeviceGetP2PStatus(self, a: int, b: int, kind: int) -> int:
-        return int((a, b) in self.no_access and kind == self.NVML_P2P_CAPS_INDEX_WRITE)
-
 
 @pytest.fixture
 def two_h200s(monkeypatch: pytest.MonkeyPatch) -> Node:
@@ -84,14 +75,6 @@ def test_info(two_h200s: Node, capsys: pytest.CaptureFixture[str]) -> None:
     assert "GPU0      X  NV18" in out and "fully_connected" in out
     assert "580.1, for CUDA up to 13.1" in out
     assert two_h200s.users == 0
-
-
-def test_peer_access(two_h200s: Node) -> None:
-    assert doctor._peer_access(info.report()).verdict == info.OK
-    two_h200s.no_access = {(1, 0)}
-    check = doctor._peer_access(info.report())
-    assert check.verdict == info.FAILS
-    assert "no access between GPU 0 and 1" in check.reason and "MIG" in check.remedy
 
 
 @pytest.mark.parametrize("passes", [True, False])

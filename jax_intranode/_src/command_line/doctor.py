@@ -8,7 +8,7 @@ not: what a broken installation cannot run is skipped.
 import argparse
 import json
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -85,7 +85,6 @@ def all_checks(found: dict[str, Any]) -> Iterator[Check]:
     yield from _tuning(found)
     yield _driver(found)
     yield _links(found)
-    yield _peer_access(found)
     yield _namespaces(found)
     yield _dev_shm(found)
     yield from _memory(found)
@@ -136,7 +135,9 @@ def _links(found: dict[str, Any]) -> Finding:
     links = found["topology"]["links"]
     if len(links) < 2:
         return SKIPPED, _too_few(links)
-    missing = _pairs(len(links), lambda i, j: links[i][j] == 0)
+    missing = [
+        f"GPU {j} and {i}" for i in range(len(links)) for j in range(i) if links[i][j] == 0
+    ]
     if topology.relays(links) is not None:
         return OK, (
             "a hybrid cube mesh: psum among all 8 GPUs, and all operations within groups whose "
@@ -152,44 +153,8 @@ def _links(found: dict[str, Any]) -> Finding:
     return OK, f"{len(links)} GPUs, each pair has {fewest} links or more"
 
 
-def _pairs(count: int, chosen: Callable[[int, int], bool]) -> list[str]:
-    return [f"GPU {j} and {i}" for i in range(count) for j in range(i) if chosen(i, j)]
-
-
 def _too_few(gpus: Sequence[Any]) -> str:
     return NO_GPUS if not gpus else "a single GPU has no peers"
-
-
-@check("peer access")
-def _peer_access(found: dict[str, Any]) -> Finding:
-    """What the driver says. The tests below find out whether it is true."""
-    gpus, links = found["gpus"], found["topology"]["links"]
-    if len(gpus) < 2:
-        return SKIPPED, _too_few(gpus)
-    try:
-        with nvml.session() as module:
-            handles = [module.nvmlDeviceGetHandleByPciBusId(gpu["bus_id"]) for gpu in gpus]
-            kinds = (module.NVML_P2P_CAPS_INDEX_READ, module.NVML_P2P_CAPS_INDEX_WRITE)
-
-            def lacks(i: int, j: int) -> bool:
-                return any(
-                    module.nvmlDeviceGetP2PStatus(handles[a], handles[b], kind)
-                    != module.NVML_P2P_STATUS_OK
-                    for a, b in ((i, j), (j, i))
-                    for kind in kinds
-                )
-
-            # On a hybrid cube mesh only linked pairs need it.
-            needed = topology.relays(links) is None
-            missing = _pairs(len(gpus), lambda i, j: (needed or links[i][j] > 0) and lacks(i, j))
-    except Exception as error:
-        return SKIPPED, f"NVML does not say: {error or type(error).__name__}"
-    if missing:
-        remedy = (
-            "switch MIG off, and IOMMU or ACS in virtual machines; see `nvidia-smi topo -p2p w`"
-        )
-        return FAILS, f"the driver allows no access between {', '.join(missing)}", remedy
-    return OK, "the driver allows reads and writes between all pairs"
 
 
 @check("namespaces")
@@ -284,7 +249,8 @@ def _tests(found: dict[str, Any]) -> Iterator[Check]:
     remedy = f"check {machine.SHARED_MEMORY}"
     if platform == "gpu":
         remedy = (
-            "check the driver and `nvidia-smi topo -p2p w`; in a container, run with --ipc=host"
+            "check the driver and `nvidia-smi topo -p2p w`; switch MIG off, and IOMMU or ACS in "
+            "virtual machines; in a container, run with --ipc=host"
         )
         what = f"each of {count} GPUs to each other"
         yield _probe(names[0], what, remedy, "peers", platform, count, 1)

@@ -11,6 +11,7 @@ from jax.sharding import PartitionSpec as P
 import jax_intranode
 from jax_intranode._src.command_line.launcher import all_ranks
 from jax_intranode._src.command_line.launcher.all_ranks import Rank
+from jax_intranode._src.group import topology
 from jax_intranode._src.jax_private import distributed
 from jax_intranode._src.native import extension
 
@@ -20,12 +21,19 @@ _ELEMENTS = 256  # of float32 on each device: the size at which every table has 
 
 
 def peers(rank: Rank) -> list[str]:
-    """Writes from each GPU into each other one, and reads it there; returns what failed."""
+    """Writes from each GPU into each other one, and reads it there; returns what failed.
+
+    On a hybrid cube mesh only linked GPUs must reach each other.
+    """
     module: Any = extension.module("gpu")
-    count = rank.devices.size
-    memory = [module.allocate(device, _BYTES, False) for device in range(count)]
+    gpus = range(rank.devices.size)
+    memory = [module.allocate(gpu, _BYTES, False) for gpu in gpus]
+    links = topology.link_matrix(topology.read_links([module.pci_bus_id(gpu) for gpu in gpus]))
+    is_cube_mesh = topology.relays(links) is not None
     failures = []
-    for number, (writer, owner) in enumerate(permutations(range(count), 2)):
+    for number, (writer, owner) in enumerate(permutations(gpus, 2)):
+        if is_cube_mesh and not links[writer][owner]:
+            continue
         try:
             module.enable_peer_access(writer, owner)
             address = memory[owner].address + 4 * number

@@ -4,7 +4,6 @@ import argparse
 import contextlib
 import errno
 import functools
-import importlib.util
 import os
 import select
 import signal
@@ -319,13 +318,7 @@ def _program(arguments: argparse.Namespace) -> list[str]:
     is_module = what[:1] == ["-m"]
     if not what[is_module:]:
         raise WrongInput("launch run: name a script, or a module after -m.")
-    name = what[is_module]
-    if is_module:
-        package = name.partition(".")[0]
-        if importlib.util.find_spec(package) is None:
-            raise WrongInput(f"launch -m {name}: there is no module {package!r} here.")
-    elif not Path(name).exists():
-        raise WrongInput(f"launch {name}: there is no such file. After -m, name a module.")
+    run_command.check_script(what[is_module], is_module=is_module)
     return words
 
 

@@ -3,7 +3,6 @@
 import argparse
 import functools
 import importlib.util
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -42,6 +41,19 @@ def add_script(parser: argparse.ArgumentParser, what: str) -> None:
     others.required = False
 
 
+def check_script(name: str, *, is_module: bool) -> None:
+    """Raises WrongInput if there is no such file, or no module or package that it can lie in."""
+    package = name.partition(".")[0]
+    if is_module and importlib.util.find_spec(package) is None:
+        raise WrongInput(
+            f"-m {name}: there is no module {package!r} here: install it, or run where it lies"
+        )
+    if not is_module and not Path(name).exists():
+        raise WrongInput(
+            f"{name}: there is no such file in {Path.cwd()}: name a script, or with -m a module"
+        )
+
+
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Declares the options that stand before the script, which `launch run` has, too."""
     add = parser.add_argument
@@ -75,25 +87,7 @@ def begin(options: argparse.Namespace) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Runs the script as ``python SCRIPT ...`` does, after `jax_intranode.install`."""
-    script = Path(arguments.script)
-    if not arguments.module and not script.exists():
-        raise WrongInput(
-            f"{script}: there is no such file in {Path.cwd()}: name a script, or with -m a module"
-        )
+    check_script(arguments.script, is_module=arguments.module)
     begin(arguments)
-    if arguments.module:
-        _check_module(arguments.script)
     start_rank.run_as_main([arguments.script, *arguments.arguments], is_module=arguments.module)
     return 0
-
-
-def _check_module(name: str) -> None:
-    if not sys.flags.safe_path:
-        sys.path[0] = str(Path.cwd())
-    try:
-        found = importlib.util.find_spec(name) is not None
-    except ModuleNotFoundError as error:
-        # A package that cannot be imported for another reason shows its own error.
-        found = not f"{name}.".startswith(f"{error.name}.")
-    if not found:
-        raise WrongInput(f"-m {name}: there is no such module: install it, or run where it lies")

@@ -285,7 +285,7 @@ def test_explain_says_what_became_of_each() -> None:
     assert (left.operation, left.reason) == ("reduce", "a reduction that is not a sum")
 
 
-@pytest.mark.parametrize("why", ["a callback", "several meshes", "shardy"])
+@pytest.mark.parametrize("why", ["a callback", "several meshes", "own function", "shardy"])
 def test_explain_says_why_a_program_is_left_as_a_whole(why: str) -> None:
     mesh = two_axes()
     other = Mesh(mesh.devices, ("x", "y"), axis_types=mesh.axis_types)
@@ -295,6 +295,8 @@ def test_explain_says_why_a_program_is_left_as_a_whole(why: str) -> None:
         y = mlp(p, x)
         if why == "a callback":
             jax.debug.print("{}", y[0, 0])
+        if why == "own function":
+            y = lax.composite(jax.nn.relu, "tests.relu")(lax.approx_max_k(y, 2)[0])
         return constrained(other, y, "x") if why == "several meshes" else y
 
     jax.config.update("jax_use_shardy_partitioner", why != "shardy")
@@ -467,6 +469,17 @@ def test_dtypes_that_are_left(caplog: pytest.LogCaptureFixture) -> None:
     y = put(mesh, normal(0, 8, 16), None, "model")
     _, after = check(lambda x, y: (x.sum(1), y.sum(1)), x, y)
     assert of_xla(after) == after["jax_intranode_psum"] == 1
+    assert not [r for r in caplog.records if r.levelname == "WARNING"]  # nothing has failed
+
+
+def test_dtypes_that_are_not_enabled_any_more(caplog: pytest.LogCaptureFixture) -> None:
+    mesh = two_axes()
+    with jax.enable_x64(True):
+        x = put(mesh, normal(0, 8, 16).astype(np.float64), None, "model")
+        traced = jax.jit(lambda x: x.sum(1)).trace(x)
+    with jax_intranode.accelerate(auto=True):
+        compiled = traced.lower().compile()
+    assert set(collectives(compiled)) == {"all-reduce"}
     assert not [r for r in caplog.records if r.levelname == "WARNING"]  # nothing has failed
 
 

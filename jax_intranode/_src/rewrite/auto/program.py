@@ -69,7 +69,7 @@ class Program:
         Raises:
             Unsuitable: nothing of it can be rewritten.
         """
-        _refuse_callbacks(module)  # they have a mesh of their own
+        _refuse_calls(module)
         meshes = [
             (o, sdy.MeshAttr(o.attributes["mesh"]))
             for o in operations(module.body)
@@ -341,11 +341,15 @@ def _run(pipeline: str, module: Any) -> None:
     passes.run(module)
 
 
-def _refuse_callbacks(module: Any) -> None:
+def _refuse_calls(module: Any) -> None:
+    """Raises if the program has calls that a propagated copy can't keep."""
     for operation in walk(module.operation):
         target = operation.attributes.get("call_target_name")
         if target is not None and "callback" in ir.StringAttr(target).value:
-            raise Unsuitable("a callback to Python")
+            raise Unsuitable("a callback to Python")  # which has a mesh of its own
+        called = operation.attributes.get("called_computations")
+        if operation.name == "stablehlo.composite" or (called and len(ir.ArrayAttr(called))):
+            raise Unsuitable("an operation that has its own function")
 
 
 def _all_per_value(operation: Any) -> list[Any]:

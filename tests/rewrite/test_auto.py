@@ -618,6 +618,18 @@ def test_transposed_products(spec: str, times: int, for_gpus: bool, swaps: bool)
     assert len(transposes) == (result != plain and not swaps)
 
 
+def test_a_broadcast_of_a_sharded_array() -> None:
+    """XLA exchanged parts of the broadcast, and would have gathered the array once it was ours."""
+    mesh = two_axes()
+
+    def f(x: Any, w: Any) -> Any:
+        return jax.vmap(lambda column: (column * w).sum(), in_axes=1)(x)
+
+    x = put(mesh, normal(0, 16, 16), "data", "model")
+    before, after = check(f, x, put(mesh, normal(1, 16, 16), "model"))
+    assert before["all-reduce"] == 1 and after["all-reduce"] == 0
+
+
 def test_attention_of_a_divided_sequence() -> None:
     """XLA ignores shardings of operations; without constraints it chose others for two dots."""
     mesh = two_axes(range(4))

@@ -324,7 +324,7 @@ class Program:
         todo = [block for o in operations(module.body) for block in inner_blocks(o)]
         while todo:
             for operation in operations(todo.pop()):
-                if operation.name.startswith("sdy.") or operation.name in _MADE_ANYWHERE:
+                if operation.name.startswith("sdy.") or self._is_made_anywhere(operation):
                     continue
                 todo += inner_blocks(operation)
                 for index, result in enumerate(operation.results):
@@ -333,6 +333,14 @@ class Program:
                         rank = len(ir.RankedTensorType(result.type).shape)
                         spec = self._spec_of(attribute) if attribute else ((),) * rank
                         yield (operation.name, result.type, spec), result
+
+    def _is_made_anywhere(self, operation: Any) -> bool:
+        """Whether each device can make any part of the results, of operands that it has whole."""
+        return operation.name in _MADE_ANYWHERE and not any(
+            any(self.spec(value) or ())
+            for value in operation.operands
+            if len(ir.RankedTensorType(value.type).shape)
+        )
 
 
 def _run(pipeline: str, module: Any) -> None:

@@ -358,6 +358,8 @@ def _refuse_calls(module: Any) -> None:
         called = operation.attributes.get("called_computations")
         if operation.name == "stablehlo.composite" or (called and len(ir.ArrayAttr(called))):
             raise Unsuitable("an operation that has its own function")
+        if operation.name == "stablehlo.get_dimension_size":  # of jax.export
+            raise Unsuitable("symbolic shapes")
 
 
 def _all_per_value(operation: Any) -> list[Any]:

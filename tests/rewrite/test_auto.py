@@ -196,6 +196,21 @@ def test_cond_vmap_and_functions() -> None:
     assert of_xla(after) < of_xla(before)
 
 
+def test_a_branch_with_sums_of_two_arrays(caplog: pytest.LogCaptureFixture) -> None:
+    """Both share a shard_map. HLO has its results, and the operands of the branch, in tuples."""
+    mesh = two_axes()
+
+    def f(x: Any) -> Any:
+        columns = x.sum(0)
+        return lax.cond(
+            columns[0] > -100, lambda: columns.sum() + x.sum(1).max(), lambda: columns.sum()
+        )
+
+    before, after = check(f, put(mesh, normal(0, 8, 16), "data", "model"))
+    assert of_xla(after) < of_xla(before) and after["jax_intranode_psum"]
+    assert not [r for r in caplog.records if r.levelname == "WARNING"]  # nothing has failed
+
+
 def test_sums_are_merged_up_to_a_barrier() -> None:
     mesh = two_axes()
     x, w = put(mesh, normal(0, 8, 16), None, "model"), put(mesh, normal(1, 16, 4), "model")

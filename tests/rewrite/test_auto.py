@@ -300,18 +300,20 @@ def test_explain_says_what_became_of_each() -> None:
     assert (left.operation, left.reason) == ("reduce", "a reduction that is not a sum")
 
 
-@pytest.mark.parametrize("why", ["a callback", "several meshes", "own function", "shapes", "shardy"])
+@pytest.mark.parametrize(
+    "why", ["a callback", "several meshes", "own function", "symbolic shapes", "shardy"]
+)
 def test_explain_says_why_a_program_is_left_as_a_whole(why: str) -> None:
     mesh = two_axes()
     other = Mesh(mesh.devices, ("x", "y"), axis_types=mesh.axis_types)
     p, x = weights(mesh, *TENSOR_PARALLEL), put(mesh, normal(2, 8, 16), "data")
 
-    shapes = [jax.ShapeDtypeStruct(jax.export.symbolic_shape("rows, 16"), x.dtype)]
-    of_any_shape = jax.export.export(jax.jit(jax.nn.relu))(*shapes)
+    rows = jax.ShapeDtypeStruct(jax.export.symbolic_shape("rows, 16"), x.dtype)
+    of_any_shape = jax.export.export(jax.jit(jax.nn.relu))(rows)
 
     def f(p: Any, x: Any) -> Any:
         y = mlp(p, x)
-        if why == "shapes":
+        if why == "symbolic shapes":
             y = of_any_shape.call(y)
         if why == "a callback":
             jax.debug.print("{}", y[0, 0])

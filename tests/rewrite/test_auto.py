@@ -196,6 +196,21 @@ def test_cond_vmap_and_functions() -> None:
     assert of_xla(after) < of_xla(before)
 
 
+def test_a_branch_with_sums_of_two_arrays(caplog: pytest.LogCaptureFixture) -> None:
+    """Both share a shard_map. HLO has its results, and the operands of the branch, in tuples."""
+    mesh = two_axes()
+
+    def f(x: Any) -> Any:
+        columns = x.sum(0)
+        return lax.cond(
+            columns[0] > -100, lambda: columns.sum() + x.sum(1).max(), lambda: columns.sum()
+        )
+
+    before, after = check(f, put(mesh, normal(0, 8, 16), "data", "model"))
+    assert of_xla(after) < of_xla(before) and after["jax_intranode_psum"]
+    assert not [r for r in caplog.records if r.levelname == "WARNING"]  # nothing has failed
+
+
 def test_sums_are_merged_up_to_a_barrier() -> None:
     mesh = two_axes()
     x, w = put(mesh, normal(0, 8, 16), None, "model"), put(mesh, normal(1, 16, 4), "model")
@@ -285,16 +300,25 @@ def test_explain_says_what_became_of_each() -> None:
     assert (left.operation, left.reason) == ("reduce", "a reduction that is not a sum")
 
 
-@pytest.mark.parametrize("why", ["a callback", "several meshes", "shardy"])
+@pytest.mark.parametrize(
+    "why", ["a callback", "several meshes", "own function", "symbolic shapes", "shardy"]
+)
 def test_explain_says_why_a_program_is_left_as_a_whole(why: str) -> None:
     mesh = two_axes()
     other = Mesh(mesh.devices, ("x", "y"), axis_types=mesh.axis_types)
     p, x = weights(mesh, *TENSOR_PARALLEL), put(mesh, normal(2, 8, 16), "data")
 
+    rows = jax.ShapeDtypeStruct(jax.export.symbolic_shape("rows, 16"), x.dtype)
+    of_any_shape = jax.export.export(jax.jit(jax.nn.relu))(rows)
+
     def f(p: Any, x: Any) -> Any:
         y = mlp(p, x)
+        if why == "symbolic shapes":
+            y = of_any_shape.call(y)
         if why == "a callback":
             jax.debug.print("{}", y[0, 0])
+        if why == "own function":
+            y = lax.composite(jax.nn.relu, "tests.relu")(lax.approx_max_k(y, 2)[0])
         return constrained(other, y, "x") if why == "several meshes" else y
 
     jax.config.update("jax_use_shardy_partitioner", why != "shardy")
@@ -470,6 +494,17 @@ def test_dtypes_that_are_left(caplog: pytest.LogCaptureFixture) -> None:
     assert not [r for r in caplog.records if r.levelname == "WARNING"]  # nothing has failed
 
 
+def test_dtypes_that_are_not_enabled_any_more(caplog: pytest.LogCaptureFixture) -> None:
+    mesh = two_axes()
+    with jax.enable_x64(True):
+        x = put(mesh, normal(0, 8, 16).astype(np.float64), None, "model")
+        traced = jax.jit(lambda x: x.sum(1)).trace(x)
+    with jax_intranode.accelerate(auto=True):
+        compiled = traced.lower().compile()
+    assert set(collectives(compiled)) == {"all-reduce"}
+    assert not [r for r in caplog.records if r.levelname == "WARNING"]  # nothing has failed
+
+
 def test_products_of_booleans() -> None:
     """Their sum is True or False, and lax.psum counts."""
     mesh = two_axes()
@@ -603,6 +638,18 @@ def test_transposed_products(spec: str, times: int, for_gpus: bool, swaps: bool)
         transposes = [o for o in modules.walk(new.operation) if o.name == "stablehlo.transpose"]
     assert (first == shapes[1]) == swaps
     assert len(transposes) == (result != plain and not swaps)
+
+
+def test_a_broadcast_of_a_sharded_array() -> None:
+    """XLA exchanged parts of the broadcast, and would have gathered the array once it was ours."""
+    mesh = two_axes()
+
+    def f(x: Any, w: Any) -> Any:
+        return jax.vmap(lambda column: (column * w).sum(), in_axes=1)(x)
+
+    x = put(mesh, normal(0, 16, 16), "data", "model")
+    before, after = check(f, x, put(mesh, normal(1, 16, 16), "model"))
+    assert before["all-reduce"] == 1 and after["all-reduce"] == 0
 
 
 def test_attention_of_a_divided_sequence() -> None:

@@ -77,6 +77,19 @@ def test_experts_with_tensor_parallel_weights(vma: bool) -> None:
     assert of_xla(after) < of_xla(before)
 
 
+def test_a_gather_before_a_matmul() -> None:
+    """Both share a shard_map, whose operand has the shape that it has before the gather."""
+    mesh = two_axes()
+
+    def body(x: Any, w: Any) -> Any:
+        return x @ lax.all_gather(w, "data", axis=0, tiled=True)
+
+    f = over_data(mesh, body, (P(), P("data")), P(), vma=False)
+    x = put(mesh, normal(0, 16, 16), "model")
+    before, after = check(f, x, put(mesh, normal(1, 16, 8), "data"))
+    assert of_xla(before) == 1 and of_xla(after) == 0
+
+
 def test_in_a_scan() -> None:
     mesh = two_axes()
 

@@ -225,6 +225,7 @@ def member_of(found: Found, before: dict[int, Found]) -> Member:
             assert gathering is not None  # as it is among those that gather
             if gathering.result == spec:
                 value, spec = reshard.values[0], gathering.operands[0]
+                of = reshard.avals[0]  # an all_gather's result has another shape
                 own = (*((g.dimension, g.axes) for g in gathering.gathers), *own)
         inputs.append(Input(value, of, spec))
         gathers.append(own)

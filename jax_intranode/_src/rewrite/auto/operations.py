@@ -96,6 +96,8 @@ def aval(value: Any) -> Any | None:
     name = _DTYPES.get(str(ranked.element_type))
     if name is None or any(ranked.is_dynamic_dim(i) for i in range(ranked.rank)):
         return None
+    if jax.dtypes.canonicalize_dtype(name) != name:  # 64 bits, traced when they were enabled
+        return None
     return jax.ShapeDtypeStruct(tuple(ranked.shape), jnp.dtype(name))
 
 

@@ -69,7 +69,7 @@ class Program:
         Raises:
             Unsuitable: nothing of it can be rewritten.
         """
-        _refuse_callbacks(module)  # they have a mesh of their own
+        _refuse_calls(module)
         meshes = [
             (o, sdy.MeshAttr(o.attributes["mesh"]))
             for o in operations(module.body)
@@ -324,7 +324,7 @@ class Program:
         todo = [block for o in operations(module.body) for block in inner_blocks(o)]
         while todo:
             for operation in operations(todo.pop()):
-                if operation.name.startswith("sdy.") or operation.name in _MADE_ANYWHERE:
+                if operation.name.startswith("sdy.") or self._is_made_anywhere(operation):
                     continue
                 todo += inner_blocks(operation)
                 for index, result in enumerate(operation.results):
@@ -334,6 +334,14 @@ class Program:
                         spec = self._spec_of(attribute) if attribute else ((),) * rank
                         yield (operation.name, result.type, spec), result
 
+    def _is_made_anywhere(self, operation: Any) -> bool:
+        """Whether each device can make any part of the results, of operands that it has whole."""
+        return operation.name in _MADE_ANYWHERE and not any(
+            any(self.spec(value) or ())
+            for value in operation.operands
+            if len(ir.RankedTensorType(value.type).shape)
+        )
+
 
 def _run(pipeline: str, module: Any) -> None:
     passes = passmanager.PassManager.parse(pipeline)
@@ -341,11 +349,17 @@ def _run(pipeline: str, module: Any) -> None:
     passes.run(module)
 
 
-def _refuse_callbacks(module: Any) -> None:
+def _refuse_calls(module: Any) -> None:
+    """Raises if the program has calls that a propagated copy can't keep."""
     for operation in walk(module.operation):
         target = operation.attributes.get("call_target_name")
         if target is not None and "callback" in ir.StringAttr(target).value:
-            raise Unsuitable("a callback to Python")
+            raise Unsuitable("a callback to Python")  # which has a mesh of its own
+        called = operation.attributes.get("called_computations")
+        if operation.name == "stablehlo.composite" or (called and len(ir.ArrayAttr(called))):
+            raise Unsuitable("an operation that has its own function")
+        if operation.name == "stablehlo.get_dimension_size":  # of jax.export
+            raise Unsuitable("symbolic shapes")
 
 
 def _all_per_value(operation: Any) -> list[Any]:

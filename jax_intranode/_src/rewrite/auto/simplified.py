@@ -87,6 +87,9 @@ def simplified(module: Any, for_gpus: bool) -> Any:
     inline_calls(main, of_new, None if for_gpus else _RESULTS)
     for function in of_new.values():
         function.erase()
+    for operation in [o for o in walk(main) if o.name == "stablehlo.tuple"]:
+        if not list(operation.results[0].uses):  # the operands of a branch, which uses them singly
+            operation.erase()
     if for_gpus:
         _make_ifs(main)
         _transpose_products(main)

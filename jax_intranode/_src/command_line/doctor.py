@@ -135,9 +135,7 @@ def _links(found: dict[str, Any]) -> Finding:
     links = found["topology"]["links"]
     if len(links) < 2:
         return SKIPPED, _too_few(links)
-    missing = [
-        f"GPU {j} and {i}" for i in range(len(links)) for j in range(i) if links[i][j] == 0
-    ]
+    missing = [f"GPU {j} and {i}" for i in range(len(links)) for j in range(i) if links[i][j] == 0]
     if topology.relays(links) is not None:
         return OK, (
             "a hybrid cube mesh: psum among all 8 GPUs, and all operations within groups whose "

@@ -301,7 +301,8 @@ def test_explain_says_what_became_of_each() -> None:
 
 
 @pytest.mark.parametrize(
-    "why", ["a callback", "several meshes", "own function", "symbolic shapes", "shardy"]
+    "why",
+    ["a callback", "several meshes", "own function", "symbolic shapes", "constants", "shardy"],
 )
 def test_explain_says_why_a_program_is_left_as_a_whole(why: str) -> None:
     mesh = two_axes()
@@ -310,11 +311,14 @@ def test_explain_says_why_a_program_is_left_as_a_whole(why: str) -> None:
 
     rows = jax.ShapeDtypeStruct(jax.export.symbolic_shape("rows, 16"), x.dtype)
     of_any_shape = jax.export.export(jax.jit(jax.nn.relu))(rows)
+    table = np.arange(33 << 20, dtype=np.uint8)
 
     def f(p: Any, x: Any) -> Any:
         y = mlp(p, x)
         if why == "symbolic shapes":
             y = of_any_shape.call(y)
+        if why == "constants":
+            y += jnp.asarray(table)[:1]
         if why == "a callback":
             jax.debug.print("{}", y[0, 0])
         if why == "own function":

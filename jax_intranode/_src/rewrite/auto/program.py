@@ -4,6 +4,7 @@ jaxlib has all passes of Shardy. So what XLA does when it compiles can be done b
 Everything is read by the types of MLIR's Python bindings.
 """
 
+import contextlib
 import math
 import re
 from collections import Counter
@@ -39,6 +40,9 @@ _MADE_ANYWHERE = frozenset(
     {"sdy.constant", *(f"stablehlo.{n}" for n in ("constant", "iota", "broadcast_in_dim"))}
 )
 
+# Copies and conversions of a program take 20 ms for each MiB of them.
+_MOST_CONSTANTS = 32 << 20
+
 NOTHING_SHARDED = "nothing is sharded"
 PIPELINE = "builtin.module(sdy-propagation-pipeline)"
 _RESHARDS = "builtin.module(func.func(sdy-insert-explicit-reshards{enable-full-version=true}))"
@@ -69,7 +73,7 @@ class Program:
         Raises:
             Unsuitable: nothing of it can be rewritten.
         """
-        _refuse_calls(module)
+        _refuse_contents(module)
         meshes = [
             (o, sdy.MeshAttr(o.attributes["mesh"]))
             for o in operations(module.body)
@@ -349,9 +353,14 @@ def _run(pipeline: str, module: Any) -> None:
     passes.run(module)
 
 
-def _refuse_calls(module: Any) -> None:
-    """Raises if the program has calls that a propagated copy can't keep."""
+def _refuse_contents(module: Any) -> None:
+    """Raises if the program has what a propagated copy can't keep, or what takes long to copy."""
+    constants = 0
     for operation in walk(module.operation):
+        if operation.name == "stablehlo.constant":
+            constants += _constant_bytes(operation)
+            if constants > _MOST_CONSTANTS:
+                raise Unsuitable("more than 32 MiB of constants: pass the arrays as arguments")
         target = operation.attributes.get("call_target_name")
         if target is not None and "callback" in ir.StringAttr(target).value:
             raise Unsuitable("a callback to Python")  # which has a mesh of its own
@@ -360,6 +369,16 @@ def _refuse_calls(module: Any) -> None:
             raise Unsuitable("an operation that has its own function")
         if operation.name == "stablehlo.get_dimension_size":  # of jax.export
             raise Unsuitable("symbolic shapes")
+
+
+def _constant_bytes(operation: Any) -> int:
+    """The bytes of a constant whose elements differ; 0 of another one."""
+    with contextlib.suppress(TypeError, ValueError):  # attributes that are not held in MLIR
+        if ir.DenseElementsAttr(operation.attributes["value"]).is_splat:
+            return 0
+    type_ = ir.RankedTensorType(operation.results[0].type)
+    width = getattr(type_.element_type, "width", 128)  # complex numbers have none
+    return math.prod(type_.shape) * width // 8
 
 
 def _all_per_value(operation: Any) -> list[Any]:

@@ -359,6 +359,17 @@ def test_a_program_that_xla_refuses_is_compiled_as_it_was(
     assert "INTERNAL: refused" in caplog.text
 
 
+def test_an_error_of_the_users_own_is_not_laid_to_this_package(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    p, x = tensor_parallel()
+    with jax_intranode.accelerate(auto=True):
+        lowered = jax.jit(mlp).lower(p, x)
+        with pytest.raises(jax.errors.JaxRuntimeError, match="xla_of_tests"):
+            lowered.compile({"xla_of_tests": True})
+    assert "refuses" not in caplog.text
+
+
 def test_an_exception_leaves_the_program(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

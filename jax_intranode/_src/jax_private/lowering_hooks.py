@@ -176,14 +176,15 @@ def hook_programs(rewrite: RewriteModule, forget: Callable[[Any], None]) -> None
             before = getattr(self, "lowered_by_jax", None)
             if before is None or before is self._hlo:
                 raise
-            _log.warning(
-                "XLA refuses %s with the collectives of this package; it is compiled without: %s",
-                self._name,
-                " ".join(str(error).split())[:300],
-            )
-            forget(before)
-            self._hlo = before
-            return of_jax(self, *args, **kwargs)
+            self._hlo, why = before, " ".join(str(error).split())[:300]
+        compiled = of_jax(self, *args, **kwargs)  # raises if XLA refuses the program anyway
+        forget(before)
+        _log.warning(
+            "XLA refuses %s with the collectives of this package; it is compiled without: %s",
+            self._name,
+            why,
+        )
+        return compiled
 
     for name, function in (("__init__", init_rewritten), ("compile", compile_rewritten)):
         setattr(computation, name, function)

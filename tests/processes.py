@@ -67,3 +67,8 @@ def free_port() -> int:
         with socket.socket() as listener, contextlib.suppress(OSError):
             listener.bind(("", port))
             return port
+
+
+def segments_of(pid: int) -> list[str]:
+    """The segments of shared memory of a process that still have a name."""
+    return [path.name for path in Path("/dev/shm").glob(f"jax_intranode.{pid}.*")]

@@ -36,7 +36,7 @@ def steps(out: Path, cpu: bool) -> list[tuple[str, str, int, str, str]]:
     suffix = f"_2_{re.findall(r'[A-Z]+[0-9]+|CPU', kinds)[0].lower()}"  # "h100" of "NVIDIA H100"
     sizes, large = ("-b 1K -e 4K",) * 2 if cpu else ("-b 1K -e 64M", "-b 16M -e 256M")
     preset = f"--preset {'tiny' if cpu else 'reference -n 3 -w 1'}"
-    few = "-n 2 -w 1" if cpu else "-n 9 -w 2"
+    few, one = ("-n 2 -w 1", preset) if cpu else ("-n 9 -w 2", "--shapes 8192,8192,8192 -n 3")
 
     def add(group: str, name: str, limit_s: int, command: str, variables: str = "") -> None:
         found.append((group, name, limit_s, command, variables))
@@ -90,7 +90,7 @@ def steps(out: Path, cpu: bool) -> list[tuple[str, str, int, str, str]]:
     for name in ("all_gather_matmul", "matmul_reduce_scatter"):
         bench("matmuls", name, 100, f"{name} {preset}")
         bench("matmuls", f"{name}_backward", 120, f"{name} {preset} --backward")
-        bench("peers", f"{name}_peers", 300, f"{name} {preset} --peers all")
+        bench("peers", f"{name}_peers", 300, f"{name} {one} --peers all")
     bench("peers", "psum_peers", 150, f"psum {sizes} -f 32 --peers all")
     return [step for step in found if not cpu or step[0] not in ("probe", "sanitizers")]
 

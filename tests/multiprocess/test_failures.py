@@ -1,6 +1,5 @@
 """Failures end with a clear error: lost ranks, processes that differ, missing memory."""
 
-import contextlib
 import logging
 import os
 import re
@@ -22,6 +21,7 @@ from devices import need_overlap, need_ranks
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 from multiprocess_ranks import run_in_ranks
+from processes import segments_of
 from tiers import full
 
 import jax_intranode
@@ -281,31 +281,6 @@ def falls_back_in_turn(environments: dict[str, list[dict[str, str]]]) -> None:
         os.environ.update(before)
 
 
-def segments_of(pids: list[int]) -> list[str]:
-    return [
-        path.name
-        for path in Path("/dev/shm").iterdir()
-        if any(path.name.startswith(f"jax_intranode.{pid}.") for pid in pids)
-    ]
-
-
-def uses_segments(killed: int | None) -> None:
-    mesh = cases.line()
-    say("PID", os.getpid())
-    jax_intranode.initialize(mesh)
-    assert cases.selection(mesh, ("x",), (100,), "float32").algorithm != "lax"
-    assert segments_of([os.getpid()]) == []
-    check_sum(mesh, 5)
-    come("used", list(range(mesh.size)))
-    if jax.process_index() == killed:
-        os.kill(os.getpid(), signal.SIGKILL)
-    if killed is None:
-        check_sum(mesh, 6)
-    else:
-        failure_of(mesh, lambda: check_sum(mesh, 6))
-    say("DONE", "yes")
-
-
 # The tests.
 
 
@@ -546,25 +521,6 @@ def test_different_environments(reason_under: Callable[[str], str], name: str) -
         assert f"{name.lower()}={parsed!r}" in reason, reason
 
 
-@pytest.mark.parametrize("killed", [full(None), 1], ids=["orderly", "killed"])
-def test_no_segment_is_left(
-    ranks: Callable[..., list[str]], tmp_path: Path, killed: int | None
-) -> None:
-    need_cpu("only CPU slabs are in /dev/shm")
-    need_ranks(2)
-    with contextlib.nullcontext() if killed is None else pytest.raises(RankError) as error:
-        ranks(uses_segments, 2, env={"JAX_INTRANODE_TIMEOUT_S": "20"}, arguments=[killed])
-    logs = [(tmp_path / "logs" / f"rank{rank}.log").read_text() for rank in range(2)]
-    if killed is None:
-        assert all(lines(log, "DONE") for log in logs)
-    else:
-        assert error.value.first_failed == killed
-        assert error.value.exit_codes[killed] == -signal.SIGKILL
-    pids = [int(pid) for log in logs for pid in lines(log, "PID")]
-    assert len(pids) == 2
-    assert segments_of(pids) == []
-
-
 def test_segments_of_crashed_processes_are_removed() -> None:
     need_cpu("only CPU slabs are in /dev/shm")
     module = extension.module("cpu")
@@ -590,7 +546,7 @@ def test_segments_of_crashed_processes_are_removed() -> None:
     second = module.allocate(0, 1 << 20, True)
     assert not name.exists()
     mine = sorted(slab.handle().decode().lstrip("/") for slab in (first, second))
-    assert sorted(segments_of([os.getpid()])) == mine
+    assert sorted(segments_of(os.getpid())) == mine
     for slab in (first, second):
         slab.unlink()
 

@@ -1,6 +1,7 @@
 """The life cycle of communicators of several processes: shutdown and crashes."""
 
 import os
+import re
 import signal
 import threading
 from collections.abc import Callable
@@ -12,9 +13,10 @@ import pytest
 from cases_of_set_up import check_sum, set_up_often
 from devices import need_ranks
 from multiprocess_ranks import run_in_ranks
-from processes import free_port
+from processes import free_port, segments_of
 from tiers import full
 
+import jax_intranode
 from jax_intranode._src.command_line.launcher.runs import RankError
 from jax_intranode._src.jax_private.distributed import key_value_client
 
@@ -22,7 +24,7 @@ from jax_intranode._src.jax_private.distributed import key_value_client
 
 
 def crash(rank: int) -> None:
-    check_sum(0)
+    sums()
     key_value_client().wait_at_barrier("summed", 60_000)
     if jax.process_index() == rank:
         os.kill(os.getpid(), signal.SIGKILL)
@@ -32,7 +34,9 @@ def crash(rank: int) -> None:
 
 def sums() -> None:
     check_sum(2)
-    print("DONE", flush=True)
+    assert jax_intranode.usage_counter() > 0, "ours did not run"
+    assert segments_of(os.getpid()) == []  # their names are gone as soon as all have them
+    print("DONE", os.getpid(), flush=True)
 
 
 def many_sums(times: int) -> None:
@@ -81,11 +85,14 @@ def test_restart_after_a_crash(
     monkeypatch: pytest.MonkeyPatch,
     rank: int,
 ) -> None:
-    """A crashed run leaves nothing that disturbs the next run at the same port."""
+    """A crashed run disturbs no later one at the same port. Neither of both leaves a segment."""
     need_ranks(2)
     port = free_port()
     monkeypatch.setattr(multiprocess_ranks, "free_port", lambda: port)
     with pytest.raises(RankError) as error:
         ranks(crash, 2, arguments=[rank], env={"JAX_INTRANODE_TIMEOUT_S": "20"})
     assert error.value.exit_codes[rank] == -signal.SIGKILL
-    assert all("DONE" in log for log in ranks(sums, 2))
+    logs = "".join([*error.value.logs, *ranks(sums, 2)])
+    pids = [int(pid) for pid in re.findall(r"^DONE (\d+)$", logs, re.MULTILINE)]
+    assert len(pids) == 4
+    assert not any(segments_of(pid) for pid in pids)

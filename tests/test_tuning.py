@@ -3,7 +3,6 @@
 import dataclasses
 import json
 import os
-import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ from jax.sharding import PartitionSpec as P
 from processes import python
 
 import jax_intranode
+from jax_intranode import __main__ as command_line
 from jax_intranode._src.native import definitions
 from jax_intranode._src.selection import select, table, tuning
 from jax_intranode._src.selection.overlap.profiles import H200, Profile
@@ -162,17 +162,12 @@ def test_a_file_that_cannot_be_used_is_refused(
     assert len(str(error.value)) < 1000 and str(error.value).isprintable()
 
 
-def run_python(file: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """Runs Python on CPU devices with this file in force."""
-    env = {"JAX_PLATFORMS": "cpu", "JAX_INTRANODE_TUNING": str(file)}
-    return python("-P", *arguments, cwd=file.parent, stderr=subprocess.PIPE, **env)
-
-
 def test_the_import_refuses_a_damaged_file(file: Path) -> None:
     file.write_text(file.read_text()[:-20])
-    outcome = run_python(file, "-c", "import jax_intranode")
+    code, variables = "import jax_intranode", {"JAX_INTRANODE_TUNING": str(file)}
+    outcome = python("-P", "-c", code, cwd=file.parent, **variables)
     assert outcome.returncode == 1
-    last = outcome.stderr.splitlines()[-1]
+    last = outcome.stdout.splitlines()[-1]
     assert last.startswith(f"ValueError: JAX_INTRANODE_TUNING={str(file)!r}: it is not JSON")
 
 
@@ -267,11 +262,12 @@ def test_a_program_obeys_the_tuning_and_its_results_are_right(tmp_path: Path) ->
 # The commands.
 
 
-def test_info_names_the_tuning(file: Path) -> None:
-    named = str(tuning.read(str(file)))
-    outcome = run_python(file, "-m", "jax_intranode", "info")
-    assert outcome.returncode == 0, outcome.stderr
-    assert f"tuning         {named}" in outcome.stdout
+def test_info_names_the_tuning(
+    file: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("JAX_INTRANODE_TUNING", str(file))
+    assert command_line.main(["info"]) == 0
+    assert f"tuning         {tuning.read(str(file))}" in capsys.readouterr().out
 
 
 def test_doctor_says_whether_the_tuning_is_of_this_node() -> None:

@@ -224,8 +224,8 @@ def figure(files: Sequence[Path], png: Path, check: bool) -> str:
     if not png.exists() or digest.encode() not in png.read_bytes():
         if check:
             raise ValueError(f"{png.name} is not the figure of {', '.join(f.name for f in files)}")
-        plots.draw([report.read(file) for file in files], png, metadata={"Source": digest})
-    operation = report.read(files[0])["header"]["operation"]
+        plots.draw([plots.read(file) for file in files], png, metadata={"Source": digest})
+    operation = plots.read(files[0])["header"]["operation"]
     return f"![{operation}](figures/{png.name})\n"
 
 
@@ -262,7 +262,7 @@ def render(page: str, docs: Path, check: bool) -> str:
         elif png is not None:
             text = figure(files, png, check)
         elif kind in _TABLES:
-            text = _TABLES[kind](*map(report.read, files))
+            text = _TABLES[kind](*map(plots.read, files))
         else:
             raise ValueError(f"make: {kind} is none of {', '.join(_TABLES)}, figure")
         return f"<!-- make: {block['what']} -->\n{text}<!-- end -->"

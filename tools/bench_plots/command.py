@@ -1,6 +1,7 @@
 """The command `plot`, and plots of the benchmark's results of any kind."""
 
 import argparse
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -28,7 +29,7 @@ def run(arguments: argparse.Namespace) -> int:
         WrongInput: the files can't be drawn.
     """
     try:
-        results = [report.read(file) for file in arguments.files]
+        results = [read(file) for file in arguments.files]
     except OSError as error:
         raise WrongInput(
             f"{error.filename}: {error.strerror}: name files that `bench --json` has written"
@@ -48,6 +49,22 @@ def run(arguments: argparse.Namespace) -> int:
             )
     draw(results, arguments.output)
     return 0
+
+
+def read(path: Path) -> dict[str, Any]:
+    """Reads a JSON file that the benchmark wrote.
+
+    Raises:
+        ValueError: the benchmark did not write this file, or wrote it in another layout.
+    """
+    try:
+        result = json.loads(path.read_text())
+        version = result["version"]
+    except (ValueError, TypeError, KeyError):
+        raise ValueError(f"{path} is not what `bench --json` writes: measure again") from None
+    if version != report.VERSION:
+        raise ValueError(f"{path} has layout {version}, not {report.VERSION}: measure again")
+    return result
 
 
 def draw(

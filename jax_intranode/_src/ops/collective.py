@@ -225,6 +225,16 @@ def reason_of_length(x: Any, dimension: int, size: int, tiled: bool) -> str | No
 # Selection.
 
 
+def facts_of(mesh: jax.sharding.Mesh) -> dict[str, Any]:
+    """What the table's rows depend on besides the operation: see `table.rows_and_source`."""
+    device = mesh.devices.flat[0]
+    return {
+        "hardware": table.hardware_of(device.platform, device.device_kind),
+        "mode": agreed.mode_of(mesh.devices.flat),
+        "tuned": tuning.rows_for([d.device_kind for d in mesh.devices.flat]),
+    }
+
+
 def selector(
     mesh: jax.sharding.Mesh, axes: Sequence[str]
 ) -> Callable[[select.Selection | None, Callable[..., select.Selection]], select.Selection]:
@@ -236,12 +246,7 @@ def selector(
         reason for the first time.
     """
     partition = partition_lib.partition(mesh, tuple(axes))
-    device = mesh.devices.flat[0]
-    select_with = {
-        "hardware": table.hardware_of(device.platform, device.device_kind),
-        "mode": agreed.mode_of(mesh.devices.flat),
-        "tuned": tuning.rows_for([d.device_kind for d in mesh.devices.flat]),
-    }
+    select_with = facts_of(mesh)
 
     def choose(
         static: select.Selection | None, selected_by: Callable[..., select.Selection]

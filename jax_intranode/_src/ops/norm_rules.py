@@ -12,12 +12,11 @@ import numpy as np
 from jax import lax
 from jax.interpreters import ad
 
-from jax_intranode._src.group import agreed
 from jax_intranode._src.ops import collective
 from jax_intranode._src.ops.collective import PsumParams, PsumScatterParams, psum_p, psum_scatter_p
 from jax_intranode._src.ops.lowering_site import LoweringSite
 from jax_intranode._src.ops.primitive import Decision, Operation, OpPrimitive, nbytes
-from jax_intranode._src.selection import config, select, table, tuning
+from jax_intranode._src.selection import config, select, table
 
 
 @dataclass(frozen=True)
@@ -125,15 +124,12 @@ def is_faster(site: LoweringSite, x: Any, params: NormParams) -> bool:
     wanted = config.get().fuse_norms
     if wanted != "auto" or site.mesh is None:
         return wanted == "always"
-    devices = site.mesh.devices
     nbytes_of_result = nbytes(x) // (1 if params.dimension is None else params.world_size)
     rows, _ = table.rows_and_source(
-        table.hardware_of(devices.flat[0].platform, devices.flat[0].device_kind),
-        agreed.mode_of(devices.flat),
-        params.primitive.operation,
-        "bare",
-        params.world_size,
-        tuning.rows_for([device.device_kind for device in devices.flat]),
+        operation=params.primitive.operation,
+        packets="bare",
+        world_size=params.world_size,
+        **collective.facts_of(site.mesh),
     )
     return bool(rows and rows[-1].measured and nbytes_of_result <= rows[-1].nbytes)
 

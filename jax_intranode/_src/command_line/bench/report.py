@@ -1,12 +1,10 @@
 """What a run reports: the header and the JSON file, and the tables. docs/bench.md has all."""
 
 import datetime
-import json
 import os
 import platform
 import shlex
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -103,22 +101,6 @@ def versions_text(header: dict[str, Any]) -> str:
         for name in ("jax", "jaxlib", "jax_intranode", "nccl")
         if name != "nccl" or header["platform"] == "gpu"
     )
-
-
-def read(path: Path) -> dict[str, Any]:
-    """Reads a JSON file that the benchmark wrote.
-
-    Raises:
-        ValueError: the benchmark did not write this file, or wrote it in another layout.
-    """
-    try:
-        result = json.loads(path.read_text())
-        version = result["version"]
-    except (ValueError, TypeError, KeyError):
-        raise ValueError(f"{path} is not what `bench --json` writes: measure again") from None
-    if version != VERSION:
-        raise ValueError(f"{path} has layout {version}, not {VERSION}: measure again")
-    return result
 
 
 # Tables: which fields of a row they show, and how.

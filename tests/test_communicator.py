@@ -190,7 +190,7 @@ def test_calls_beside_other_work_have_regions_of_their_own() -> None:
     assert reasons == [None, None] and len(added) == 1  # claimed once
     (ids, size, members) = added[0]
     assert (tuple(ids), size) == (groups.device_ids, mesh.size)
-    for device, _, _, regions, record in members:
+    for device, regions, record in members:
         assert record != rendezvous.records[device] + 100 * in_line
         slabs_of_peers = rendezvous.addresses[device].values()
         offsets = {r - s - slabs.PROBE_BYTES for r, s in zip(regions, slabs_of_peers, strict=True)}

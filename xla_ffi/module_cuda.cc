@@ -105,17 +105,19 @@ NB_MODULE(_cuda, m) {
       nb::arg("device"));
   m.def(
       "add_rings",
-      [](const std::vector<int64_t>& device_ids, int64_t group_size, const MemberTuples& members,
-         size_t ring_bytes) { AddRings({device_ids, group_size}, MembersOf(members), ring_bytes); },
-      nb::arg("device_ids"), nb::arg("group_size"), nb::arg("members"), nb::arg("ring_bytes"),
+      [](const std::vector<int64_t>& device_ids, int64_t group_size,
+         const std::vector<std::pair<int64_t, std::vector<uintptr_t>>>& rings,
+         size_t ring_bytes) { AddRings({device_ids, group_size}, rings, ring_bytes); },
+      nb::arg("device_ids"), nb::arg("group_size"), nb::arg("rings"), nb::arg("ring_bytes"),
       nb::call_guard<nb::gil_scoped_release>(),
       "Gives a communicator ring buffers, which collective matmuls need.");
   m.def(
       "add_beside",
-      [](const std::vector<int64_t>& device_ids, int64_t group_size, const MemberTuples& members) {
-        AddBeside({device_ids, group_size}, MembersOf(members));
+      [](const std::vector<int64_t>& device_ids, int64_t group_size,
+         const std::vector<RegionBeside>& regions) {
+        AddBeside({device_ids, group_size}, regions);
       },
-      nb::arg("device_ids"), nb::arg("group_size"), nb::arg("members"),
+      nb::arg("device_ids"), nb::arg("group_size"), nb::arg("regions"),
       nb::call_guard<nb::gil_scoped_release>(),
       "Gives a communicator a second region, which calls beside other work need.");
   m.def("cublas_lt_version", &CublasLtVersion,

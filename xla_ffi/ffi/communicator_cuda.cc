@@ -68,16 +68,16 @@ void CreateDeviceCommunicator(const Partition& partition, const std::vector<Grou
       [&] { Registry<DeviceCommunicator>::Get().Add(partition, std::move(communicator)); });
 }
 
-void AddRings(const Partition& partition, const std::vector<GroupMember>& members,
+void AddRings(const Partition& partition,
+              const std::vector<std::pair<int64_t, std::vector<uintptr_t>>>& rings,
               size_t ring_bytes) {
   const auto communicator = Registry<DeviceCommunicator>::Get().Find(partition);
   if (!communicator) throw std::invalid_argument("jax_intranode: rings without a communicator");
-  for (const GroupMember& of_rings : members) {
-    const int device = static_cast<int>(of_rings.device);
-    DeviceCommunicator::Member& member = communicator->members.at(device);
-    member.matmul = {device, member.group, {}, ring_bytes};
-    CopyAddresses(of_rings, partition.second, member.matmul->ring);
-    CreateSideStreams(device);
+  for (const auto& [device, addresses] : rings) {
+    DeviceCommunicator::Member& member = communicator->members.at(static_cast<int32_t>(device));
+    member.matmul = {static_cast<int>(device), member.group, {}, ring_bytes};
+    CopyAddresses({.addresses = addresses}, partition.second, member.matmul->ring);
+    CreateSideStreams(member.matmul->device);
   }
 }
 
@@ -94,16 +94,15 @@ LaunchOrder& LaunchOrderOf(int device) {
   return order;
 }
 
-void AddBeside(const Partition& partition, const std::vector<GroupMember>& members) {
+void AddBeside(const Partition& partition, const std::vector<RegionBeside>& regions) {
   const auto communicator = Registry<DeviceCommunicator>::Get().Find(partition);
   if (!communicator) throw std::invalid_argument("jax_intranode: a region without a communicator");
-  for (const GroupMember& beside : members) {
-    const int device = static_cast<int>(beside.device);
-    LaunchOrderOf(device);
-    DeviceCommunicator::Member& member = communicator->members.at(device);
+  for (const auto& [device, addresses, record] : regions) {
+    LaunchOrderOf(static_cast<int>(device));
+    DeviceCommunicator::Member& member = communicator->members.at(static_cast<int32_t>(device));
     DeviceGroup group = member.group;
-    CopyAddresses(beside, partition.second, group.region);
-    group.failure = new (reinterpret_cast<void*>(beside.record)) FailureRecord{};
+    CopyAddresses({.addresses = addresses}, partition.second, group.region);
+    group.failure = new (reinterpret_cast<void*>(record)) FailureRecord{};
     CudaPlatform::Get().AddNew([&] {
       std::lock_guard lock(operations_mutex);  // another thread may count
       member.beside = group;

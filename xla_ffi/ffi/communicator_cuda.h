@@ -8,6 +8,7 @@
 #include <mutex>
 #include <optional>
 #include <string>
+#include <tuple>
 #include <utility>
 #include <vector>
 
@@ -86,14 +87,18 @@ void CreateDeviceCommunicator(const Partition& partition, const std::vector<Grou
                               size_t epoch_buffer_bytes, double timeout_s,
                               std::shared_ptr<void> memory, const std::vector<LinksOfGroup>& links);
 
-// Gives a communicator the ring buffers for collective matmuls, before any program uses it. The
-// addresses of `members` are those of the rings.
-void AddRings(const Partition& partition, const std::vector<GroupMember>& members,
+// Gives a communicator the ring buffers for collective matmuls, before any program uses it. `rings`
+// has those of every rank, by CUDA device ordinal.
+void AddRings(const Partition& partition,
+              const std::vector<std::pair<int64_t, std::vector<uintptr_t>>>& rings,
               size_t ring_bytes);
 
-// Gives a communicator a second region on each device, for calls beside other work, before any
-// program uses it.
-void AddBeside(const Partition& partition, const std::vector<GroupMember>& members);
+// Of a device, for calls beside other work: its CUDA ordinal, the regions of every rank, and where
+// kernels write their records.
+using RegionBeside = std::tuple<int64_t, std::vector<uintptr_t>, uintptr_t>;
+
+// Gives a communicator a second region on each device, before any program uses it.
+void AddBeside(const Partition& partition, const std::vector<RegionBeside>& regions);
 
 // Waits until nothing runs on the devices of this process.
 void SynchronizeDevices();

@@ -128,39 +128,6 @@ def native_ordinal(device: Any) -> int:
     return device.id if device.platform == "cpu" else device.local_hardware_id
 
 
-def members(
-    rendezvous: Rendezvous,
-    groups: Partition,
-    addresses: dict[int, dict[int, int]],
-    records: dict[int, int],
-    offset: int = 0,
-) -> list[tuple[int, int, int, list[int], int]]:
-    """The devices of this process in the groups of a partition, as native code takes them.
-
-    Each has its ordinal, the index of its group, its rank there, the address of every rank's memory
-    (0 where there is no link) and that of its failure record (xla_ffi/ffi/members.h).
-
-    Args:
-        rendezvous: that of the devices.
-        groups: the partition.
-        addresses: the address of each peer's memory, by local device id and the peer's id.
-        records: the address of each local device's failure record, by device id.
-        offset: what is added to the addresses of memory.
-    """
-    return [
-        (
-            native_ordinal(rendezvous.devices[i]),
-            number,
-            rank,
-            [addresses[i][peer] and addresses[i][peer] + offset for peer in group],
-            records[i],
-        )
-        for number, group in enumerate(groups.groups())
-        for rank, i in enumerate(group)
-        if i in addresses
-    ]
-
-
 def is_local(device: Any) -> bool:
     """Whether a device is of this process."""
     return device.process_index == jax.process_index()

@@ -12,7 +12,7 @@ import numpy as np
 
 from jax_intranode._src.group import rendezvous as rendezvous_lib
 from jax_intranode._src.group import slabs, topology
-from jax_intranode._src.group.agreed import Rendezvous, members
+from jax_intranode._src.group.agreed import Rendezvous, native_ordinal
 from jax_intranode._src.group.partition import Partition, partition
 from jax_intranode._src.group.rendezvous import rendezvous_of
 from jax_intranode._src.health import failures, peers
@@ -154,9 +154,17 @@ def _add_beside(rendezvous: Rendezvous, groups: Partition) -> str | None:
     region = _claim_region(rendezvous, groups, " beside")
     if region is None:
         return f"the slab's {slabs.REGIONS} regions serve other groups of these devices"
-    extension.module(rendezvous.platform).add_beside(
-        list(groups.device_ids), groups.group_size, _members_in_region(rendezvous, groups, region)
-    )
+    module = extension.module(rendezvous.platform)
+    offset = slabs.PROBE_BYTES + region * rendezvous.region_bytes()
+    records = {
+        native_ordinal(rendezvous.devices[i]): record + region * module.RECORD_BYTES
+        for i, record in rendezvous.records.items()
+    }
+    regions = [
+        (ordinal, addresses, records[ordinal])
+        for ordinal, addresses in _addresses(rendezvous, groups, offset)
+    ]
+    module.add_beside(list(groups.device_ids), groups.group_size, regions)
     return None
 
 
@@ -178,25 +186,30 @@ def _create(rendezvous: Rendezvous, groups: Partition) -> str | None:
             "program can use that many partitions of a mesh"
         )
     module = extension.module(rendezvous.platform)
+    offset = slabs.PROBE_BYTES + region * rendezvous.region_bytes()
+    links = _links(rendezvous, groups)
+    members = []
+    for number, group in enumerate(groups.groups()):
+        for rank, device_id in enumerate(group):
+            if device_id in rendezvous.addresses:
+                regions = [
+                    address and address + offset
+                    for address in (rendezvous.addresses[device_id][peer] for peer in group)
+                ]
+                ordinal = native_ordinal(rendezvous.devices[device_id])
+                record = rendezvous.records[device_id] + region * module.RECORD_BYTES
+                members.append((ordinal, number, rank, regions, record))
     module.create_communicator(
         list(groups.device_ids),
         groups.group_size,
-        _members_in_region(rendezvous, groups, region),
+        members,
         rendezvous.epoch_buffer_bytes,
         config.get().wait_s,
         rendezvous.memory,
-        _links(rendezvous, groups),
+        links,
     )
     if rendezvous.reason_for_no_matmuls is None:
-        # The ring buffers lie behind the slabs.
-        rings = members(
-            rendezvous,
-            groups,
-            rendezvous.addresses,
-            rendezvous.records,
-            config.get().slab_bytes(rendezvous.platform),
-        )
-        module.add_rings(list(groups.device_ids), groups.group_size, rings, rendezvous.ring_bytes)
+        _add_rings(rendezvous, groups)
     return None
 
 
@@ -255,11 +268,24 @@ def _claim_region(rendezvous: Rendezvous, groups: Partition, purpose: str = "") 
     return None
 
 
-def _members_in_region(
-    rendezvous: Rendezvous, groups: Partition, region: int
-) -> list[tuple[int, int, int, list[int], int]]:
-    """The devices of this process with a region of the slabs."""
-    bytes_of_record = extension.module(rendezvous.platform).RECORD_BYTES
-    records = {i: record + region * bytes_of_record for i, record in rendezvous.records.items()}
-    offset = slabs.PROBE_BYTES + region * rendezvous.region_bytes()
-    return members(rendezvous, groups, rendezvous.addresses, records, offset)
+def _add_rings(rendezvous: Rendezvous, groups: Partition) -> None:
+    """Gives a communicator the ring buffers of its devices, which lie behind the slabs."""
+    rings = _addresses(rendezvous, groups, config.get().slab_bytes(rendezvous.platform))
+    extension.module(rendezvous.platform).add_rings(
+        list(groups.device_ids), groups.group_size, rings, rendezvous.ring_bytes
+    )
+
+
+def _addresses(
+    rendezvous: Rendezvous, groups: Partition, offset: int
+) -> list[tuple[int, list[int]]]:
+    """For each local device, what lies at an offset of the slabs of its group's ranks."""
+    return [
+        (
+            native_ordinal(rendezvous.devices[i]),
+            [rendezvous.addresses[i][peer] + offset for peer in group],
+        )
+        for group in groups.groups()
+        for i in group
+        if i in rendezvous.addresses
+    ]

@@ -21,7 +21,7 @@ from jax.typing import ArrayLike, DTypeLike
 
 from jax_intranode._src.group import communicator, key_value_store, rendezvous, slabs
 from jax_intranode._src.group import partition as partition_lib
-from jax_intranode._src.group.agreed import members, native_ordinal
+from jax_intranode._src.group.agreed import native_ordinal
 from jax_intranode._src.group.partition import Partition
 from jax_intranode._src.health import call_sites
 from jax_intranode._src.jax_private import trace_state
@@ -506,11 +506,23 @@ def _make(
                 f"process {process} of the mesh makes {text}, this one {wanted}"
             )
     own, addresses = slabs.share(agreed, prefix, deadline, allocate, owners)
+    members = [
+        (
+            native_ordinal(agreed.devices[i]),
+            number,
+            rank,
+            [addresses[i][peer] for peer in group],
+            own[i].records,
+        )
+        for number, group in enumerate(partition.groups())
+        for rank, i in enumerate(group)
+        if i in own
+    ]
     module.create_peer_buffer(
         name,
         list(partition.device_ids),
         partition.group_size,
-        members(agreed, partition, addresses, {i: memory.records for i, memory in own.items()}),
+        members,
         -(-_nbytes(shape, dtype) // 32) * 32,
         config.get().wait_s,
         owners,

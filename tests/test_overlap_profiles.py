@@ -172,6 +172,8 @@ def test_scaled_profiles_give_sensible_plans(of_one: GpuFacts) -> None:
                         assert chosen.endswith("; model scaled from NVIDIA H200, not measured")
                         continue
                     overlapped_shapes += 1
+                    # The pipeline for reduce-scatters lost where it was measured.
+                    assert chosen.fused or operation == GATHER
                     if chosen.fused:
                         sizes = Sizes(operation, 1, m // world, (k,), (n,), world)
                         assert sizes.fit_fused(chosen, RING)

@@ -118,7 +118,7 @@ SOUND = {
             "sound 2 4 full",
             "sound 2 6 quick",
             "sound 2 3 every_access",
-            "sound 3 4 full",
+            "sound 3 2 quick",
             "sound 4 4 mesh",
             "sound 4 6 mesh",
         ],

@@ -476,9 +476,11 @@ def all_sizes() -> Iterator[None]:
     """Lets the table's rows hold for all sizes."""
     of_table = table.rows_and_source
 
-    def rows_and_source(*key: Any) -> tuple[tuple[table.Row, ...] | None, str]:
-        *where, _ = key
-        shipped = table.rows(*where) or of_table(*key)[0]
+    def rows_and_source(
+        hardware: str, mode: str, operation: str, packets: str, world_size: int, tuned: Any
+    ) -> tuple[tuple[table.Row, ...] | None, str]:
+        where = hardware, mode, operation, packets, world_size
+        shipped = table.rows(*where) or of_table(*where, tuned)[0]
         rows = shipped and (dataclasses.replace(shipped[-1], nbytes=1 << 30, measured=True),)
         return rows, "(any size)"
 

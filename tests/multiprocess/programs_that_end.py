@@ -4,6 +4,7 @@ import atexit
 import contextlib
 import os
 import resource
+import signal
 import socket
 import sys
 import threading
@@ -23,6 +24,7 @@ from program_parts import (
     LATER_S,
     OPERATIONS,
     begin,
+    in_background,
     line,
     on,
     parts,
@@ -206,6 +208,34 @@ def collective_in_exit_handlers() -> None:
     atexit.register(at_exit, 3, LATER_S)
     begin()
     atexit.register(at_exit, 2, 0)
+
+
+def shuts_down_in_an_exit_handler() -> None:
+    """The handler that runs after it calls a collective, for which rank 0 comes late."""
+    begin()
+    program, x = summing(line()), parts(line(), 2)
+
+    def at_exit() -> None:
+        if rank() == 0:
+            time.sleep(2 * LATER_S + 1)
+        say(read(program(x)))
+
+    atexit.register(at_exit)
+    atexit.register(jax.distributed.shutdown)
+
+
+def signals_at_its_end() -> None:
+    """A handler leaves rank 1, while it waits for its last step, and while it waits for rank 0."""
+    begin()
+    if rank() == 1:
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+        term = f"kill -TERM {os.getpid()}"
+        in_background(f"sleep {LATER_S}", term, f"sleep {2 * LATER_S}", term)
+        total(2)
+        return
+    time.sleep(2 * LATER_S)
+    say(read(total(2)))
+    time.sleep(2 * LATER_S)
 
 
 def thread_after_the_end() -> None:

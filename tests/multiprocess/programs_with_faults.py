@@ -24,6 +24,7 @@ from program_parts import (
     rank,
     read,
     say,
+    summing,
     total,
 )
 
@@ -140,6 +141,24 @@ def is_needed_after_its_end() -> None:
         return
     time.sleep(LATER_S)
     attempt(lambda: read(total(2)))
+    end_of_rank_0()
+
+
+def is_needed_by_a_thread() -> None:
+    """A daemon thread of rank 1 goes on when JAX has cleared its caches, and lowers again."""
+    begin()
+    program, x = summing(line()), parts(line())
+
+    def calls() -> None:
+        while True:
+            read(program(x))
+            time.sleep(0.1)
+
+    if rank() == 1:
+        threading.Thread(target=calls, daemon=True).start()
+        time.sleep(1)
+        return
+    attempt(calls)
     end_of_rank_0()
 
 

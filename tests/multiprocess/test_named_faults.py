@@ -21,6 +21,7 @@ TOLD = {
     ),
     "is_interrupted": ("has failed: KeyboardInterrupt", "peer_gone", None),
     "is_needed_after_its_end": ("process 1 ", "peer_gone", 0),
+    "is_needed_by_a_thread": ("process 1 ", "peer_gone", 0),
     "ends_while_it_is_waited_for": ("process 1 ", "peer_gone", 0),
     "is_lost killed": ("has exited without notice: it was killed", "peer_gone", -9),
     "is_lost exits": ("has exited without notice: it was killed", "peer_gone", 0),
@@ -31,7 +32,7 @@ TOLD = {
 FULL = (
     *("raises_in_a_signal_handler", "raises_and_ends_slowly"),
     *("is_lost killed", "is_lost exits", "is_lost shuts_down", "is_lost stops", "is_interrupted"),
-    "ends_while_it_is_waited_for",
+    *("ends_while_it_is_waited_for", "is_needed_by_a_thread"),
     *("waits_in_another_group", "three_wait_in_a_circle", "is_needed_in_the_last_barrier"),
 )
 # The ranks that are told, and the operations that a message has to name.

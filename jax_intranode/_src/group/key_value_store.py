@@ -109,6 +109,11 @@ class KeyValueStore(Store):
                     raise Refused(verdict)
                 if lost := self.lost():
                     raise Refused(lost)
+                if distributed.is_ending():  # a daemon thread still runs
+                    raise failures.CommunicationError(
+                        f"jax_intranode: process {self._process} is at its end, and meets no peers "
+                        "any more."
+                    )
                 if deadline.passed():
                     raise Refused(
                         f"process {process} did not enter the rendezvous within "

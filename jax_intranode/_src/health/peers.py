@@ -42,8 +42,9 @@ _LOOK_S = 0.02
 # process at rest uses a third of that. A peer waits longer for a process that has finished
 # (kPatience of xla_ffi/health/peer_table.h).
 _COMPUTES_LOOK_S, _COMPUTES_S = 0.25, 0.002
-# How long a program that ends with an error code waits for what it has dispatched.
-_DRAIN_BEFORE_FAILURE_S = 10.0
+# How long a program that ends with an error code waits for what it has dispatched: `launch` ends it
+# after 30 s.
+_DRAIN_BEFORE_FAILURE_S = 25.0
 # How long a process waits for its threads to rest where JAX has no last barrier.
 _REST_S = 10.0
 _PRESENT = ("unheard", "running")
@@ -139,7 +140,6 @@ _has_lost = False  # whether a peer was lost in a mesh that was shut down since
 _pid = os.getpid()
 _program = ("", 0)  # the name of the file that Python runs, and the identity of its globals
 _exit: BaseException | None = None  # what `fails_with` was told
-_drained = False  # whether `_drain` has waited
 
 
 def _take_part_in_the_end() -> None:
@@ -208,13 +208,11 @@ def _drain() -> None:
     to end, because on GPUs they wait for kernels, which may wait for peers. What a program that
     ends with an error code has dispatched may serve its peers, so such a program waits a little.
     """
-    global _drained
     if os.getpid() != _pid or not _watches:
         return
     exits = _exit is not None and _uncaught() is None and failures.current() is None
     if not exits and _tell_failure():
         return
-    _drained = True
     end = time.monotonic() + (_DRAIN_BEFORE_FAILURE_S if exits else math.inf)
     for platform in {watch.platform for watch in _watches}:
         arrays = jax.live_arrays(platform)
@@ -258,12 +256,10 @@ def _say_goodbye() -> None:
     """
     if os.getpid() != _pid:
         return
-    if threading.main_thread().is_alive():
-        # The program calls jax.distributed.shutdown() itself, and may go on.
+    if not distributed.is_ending():
+        # The program calls jax.distributed.shutdown() itself, and may go on, also in exit handlers.
         _after_barrier(in_barrier=True)
         return
-    if not _drained and distributed.has_backends():
-        _drain()
     if _tell_failure():
         return
     for watch in _watches:
@@ -314,9 +310,10 @@ def _won_t_come(seconds: float, serves: bool) -> bool:
     """Whether JAX's last barrier is to be given up, so many seconds after it began."""
     peers = [peer for watch in list(_watches) for peer in watch.peers()]
     lost = _has_lost or any(state in (*_FAULTS, "silent") for _, _, state, _, _ in peers)
-    if not lost and not _fails:
-        return False
     ended = [has_ended for _, _, _, has_ended, _ in peers]
+    if not lost and not _fails:
+        # A peer that has finished ends before the barrier only where a signal ends it.
+        return any(ended) and seconds > _BARRIER_S
     limit = _HOPELESS_BARRIER_S if _has_lost or any(ended) else _BARRIER_S
     if serves and not all(ended):
         limit += _LAST_S

@@ -39,10 +39,12 @@ def at_end_of_backends(action: Callable[[], None]) -> None:
 
     @functools.wraps(of_jax)
     def clear_backends(*args: Any, **kwargs: Any) -> Any:
+        global _is_ending
         if threading.main_thread().is_alive():
             return of_jax(*args, **kwargs)
+        _is_ending = True
         for action in _at_end:
-            action()
+            _undisturbed(action)
         try:
             return of_jax(*args, **kwargs)
         except Exception:  # such as that of a debugging callback
@@ -53,11 +55,25 @@ def at_end_of_backends(action: Callable[[], None]) -> None:
 
 
 _at_end: list[Callable[[], None]] = []
+_is_ending = False
 
 
-def has_backends() -> bool:
-    """Whether JAX has backends: none are made by asking. 0.10.2 and later."""
-    return xla_bridge.backends_are_initialized()
+def is_ending() -> bool:
+    """Whether JAX's exit handler has begun, which also ends ``jax.distributed``."""
+    return _is_ending
+
+
+def _undisturbed(action: Callable[[], None]) -> None:
+    """Calls `action`, at the end of the process again until no signal's handler interrupts it.
+
+    JAX waits in C++ there. Python calls handlers afterwards, when there is nothing left to leave.
+    """
+    while True:
+        try:
+            return action()
+        except (KeyboardInterrupt, SystemExit):
+            if not _is_ending:
+                raise
 
 
 def bound_distributed_shutdown(
@@ -98,16 +114,16 @@ def bound_distributed_shutdown(
 
     def shutdown() -> None:
         try:
-            begins()
-            wait()
+            _undisturbed(begins)
+            if state.client is None or not thread.is_alive():  # not alive: in a forked child
+                return of_jax()
+            started, serves = time.monotonic(), state.service is not None
+            asked.put(None)
+            _undisturbed(lambda: wait(started, serves))
         finally:
             ends()
 
-    def wait() -> None:
-        if state.client is None or not thread.is_alive():  # not alive: in a forked child
-            return of_jax()
-        started, serves = time.monotonic(), state.service is not None
-        asked.put(None)
+    def wait(started: float, serves: bool) -> None:
         while True:
             with contextlib.suppress(queue.Empty):
                 error = ended.get(timeout=0.02)

@@ -10,7 +10,6 @@ import math
 import os
 import secrets
 import sys
-import threading
 import time
 from collections.abc import Iterable, Sequence
 from traceback import walk_tb

@@ -179,7 +179,8 @@ def _in_time(call: Callable[[], None]) -> None:
             )
         thread.join(_LOOK_S)
     if errors:
-        raise errors[0]
+        # In the list it would be part of a cycle, which keeps the slabs until Python collects it.
+        raise errors.pop()
 
 
 def store(prefix: str, process: int, processes: Sequence[int]) -> Store:

@@ -64,9 +64,10 @@ def is_ending() -> bool:
 
 
 def _undisturbed(action: Callable[[], None]) -> None:
-    """Calls `action`, at the end of the process again until no signal's handler interrupts it.
+    """Calls `action`; at the end of the process again, if the handler of a signal raised in it.
 
-    JAX waits in C++ there. Python calls handlers afterwards, when there is nothing left to leave.
+    JAX's own waits there are in C++, and Python calls a handler only when they have ended. So
+    `action` has to be one that can be called again.
     """
     while True:
         try:

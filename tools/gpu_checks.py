@@ -27,13 +27,14 @@ PROBES = {
 }
 
 
-def steps(out: Path, cpu: bool) -> list[tuple[str, str, int, str, str]]:
+def steps(out: Path, devices: int, cpu: bool) -> list[tuple[str, str, int, str, str]]:
     """Group, name, limit in seconds, command and variables of each step, in their order."""
     found = []
-    on = f"--platform {'cpu' if cpu else 'gpu'} --devices 2"
+    on = f"--platform {'cpu' if cpu else 'gpu'} --devices {devices}"
     query = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
     kinds = "CPU" if cpu else subprocess.run(query, capture_output=True, text=True).stdout
-    suffix = f"_2_{re.findall(r'[A-Z]+[0-9]+|CPU', kinds)[0].lower()}"  # "h100" of "NVIDIA H100"
+    kind = re.findall(r"[A-Z]+[0-9]+|CPU", kinds)[0].lower()  # "h100" of "NVIDIA H100"
+    suffix = f"_{devices}_{kind}"
     sizes, large = ("-b 1K -e 4K",) * 2 if cpu else ("-b 1K -e 64M", "-b 16M -e 256M")
     preset = f"--preset {'tiny' if cpu else 'reference -n 3 -w 1'}"
     few, one = ("-n 2 -w 1", preset) if cpu else ("-n 9 -w 2", "--shapes 8192,8192,8192 -n 3")
@@ -46,7 +47,7 @@ def steps(out: Path, cpu: bool) -> list[tuple[str, str, int, str, str]]:
         command = f"{PYTHON} jax_intranode bench {on} --mode {mode} {few} {what}"
         add(group, name + suffix, limit_s, f"{command} --json {out}/{name}{suffix}.json", env)
 
-    required = f"JAX_INTRANODE_TIMEOUT_S=20 JAX_INTRANODE_REQUIRE_GPUS={0 if cpu else 2}"
+    required = f"JAX_INTRANODE_TIMEOUT_S=20 JAX_INTRANODE_REQUIRE_GPUS={0 if cpu else devices}"
     add("tests", "machine", 60, f"{PYTHON} jax_intranode info")
     of_ranks = sorted((ROOT / "tests" / "multiprocess").glob("test_*.py"))
     names = ("psum", "contract", "life_cycle", "explain", "collective_matmul", "overlap")
@@ -83,7 +84,8 @@ def steps(out: Path, cpu: bool) -> list[tuple[str, str, int, str, str]]:
         bench("decode", f"decode_8b_{batch}", 90, f"decode_8b_{batch}")
         name = f"decode_8b_{batch}_torch{suffix}"
         model = f"--size {'tiny' if cpu else '8B --layers 8'} --batch {batch}"
-        peer = f"{PYTHON} torch.distributed.run --nproc-per-node=2 {ROOT}/tools/decode_in_torch.py"
+        torchrun = f"{PYTHON} torch.distributed.run --nproc-per-node={devices}"
+        peer = f"{torchrun} {ROOT}/tools/decode_in_torch.py"
         add("decode", name, 180, f"{peer} {model} --json {out}/{name}.json")
     for name in ("decode_scanned", "decode_unrolled", "transformer", "mlp_block", "train_step"):
         bench("matmuls", name, 80, name)
@@ -120,10 +122,12 @@ def main() -> int:
     parser.add_argument(
         "--seconds", type=float, default=570, help="no step begins that could end later"
     )
-    parser.add_argument("--cpu", action="store_true", help="tiny sizes on two CPU devices")
+    parser.add_argument("--devices", type=int, default=2, help="ranks; default: 2")
+    parser.add_argument("--cpu", action="store_true", help="tiny sizes on CPU devices")
     options = parser.parse_intermixed_args()
     end, out, failed = time.monotonic() + options.seconds, options.out.resolve(), False
-    found, lines, asked = steps(out, options.cpu), out / "steps.jsonl", set(options.steps)
+    found, lines = steps(out, options.devices, options.cpu), out / "steps.jsonl"
+    asked = set(options.steps)
     names = dict.fromkeys(name for step in found for name in step[:2])
     if unknown := asked - names.keys():
         parser.error(f"no such step: {', '.join(sorted(unknown))}; there are {', '.join(names)}")

@@ -31,6 +31,7 @@ import signal  # noqa: E402
 import programs_that_end  # noqa: E402
 import programs_that_go_on  # noqa: E402
 import programs_with_faults  # noqa: E402
+from program_parts import Shown  # noqa: E402
 
 import jax_intranode  # noqa: E402
 from jax_intranode._src.command_line.launcher.rank import connect  # noqa: E402
@@ -51,4 +52,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except Shown as error:
+        sys.last_exc = error  # as programs do that offer a debugger, and go on

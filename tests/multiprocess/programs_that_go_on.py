@@ -23,6 +23,7 @@ from jax.sharding import Mesh
 from program_parts import (
     LATER_S,
     OPERATIONS,
+    Shown,
     begin,
     in_background,
     line,
@@ -270,6 +271,7 @@ def console_that_showed_an_exception() -> None:
             console.push("1 / 0")
             console.push("done = 7")
         say(console.locals["done"])
+        raise Shown
     ends_before_its_peer()
 
 

@@ -12,6 +12,7 @@ import secrets
 import sys
 import time
 from collections.abc import Iterable, Sequence
+from opcode import opname
 from traceback import walk_tb
 
 import jax
@@ -156,8 +157,9 @@ def _take_part_in_the_end() -> None:
 def _uncaught() -> BaseException | None:
     """The exception that has ended the program, if one has.
 
-    ``sys.last_exc`` is also set by consoles, debuggers and test runners that show an exception and
-    go on. What ends a program has passed through the module that Python runs.
+    ``sys.last_exc`` is also set by consoles, debuggers, test runners and programs that show an
+    exception and go on. What ends a program has passed through the module that Python runs, and
+    that module has not returned.
     """
     error = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
     if hasattr(sys, "ps1") or error is None:
@@ -166,7 +168,8 @@ def _uncaught() -> BaseException | None:
         code = frame.f_code
         name = "" if code.co_filename in ("<string>", "<stdin>") else code.co_filename
         if code.co_name == "<module>" and (os.path.basename(name), id(frame.f_globals)) == _program:
-            return error
+            returned = opname[code.co_code[frame.f_lasti]].startswith("RETURN")
+            return None if returned else error
     return None
 
 

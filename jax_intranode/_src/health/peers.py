@@ -47,6 +47,8 @@ _COMPUTES_LOOK_S, _COMPUTES_S = 0.25, 0.002
 _DRAIN_BEFORE_FAILURE_S = 25.0
 # How long a process waits for its threads to rest where JAX has no last barrier.
 _REST_S = 10.0
+# How many files XLA:GPU may need to compile a small program: its own and those of ptxas.
+_FILES_TO_COMPILE = 16
 _PRESENT = ("unheard", "running")
 _FAULTS = ("failed", "lost")
 
@@ -236,7 +238,12 @@ def _last_result(platform: str) -> jax.Array:
     Live arrays don't tell: a program whose results were dropped runs on. The result of a program
     over all local devices does, because XLA's CPU client runs such programs one after another. The
     program has no collective, for which XLA would connect the devices anew.
+
+    Raises OSError where few files can be opened: XLA:GPU, which needs some, would abort.
     """
+    with contextlib.ExitStack() as opened:
+        for _ in range(_FILES_TO_COMPILE if platform == "gpu" else 0):
+            opened.enter_context(open(os.devnull))
     mesh = Mesh(np.array(jax.local_devices(backend=platform)), ("x",))
     split = NamedSharding(mesh, P("x"))
     with jax.set_mesh(mesh), jax.transfer_guard("allow"):  # whatever the program has set

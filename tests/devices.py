@@ -5,6 +5,8 @@ import os
 import jax
 import pytest
 
+from jax_intranode._src.group import topology
+from jax_intranode._src.native import extension
 from jax_intranode._src.selection.overlap import profiles
 
 REQUIRED_GPUS = int(os.environ.get("JAX_INTRANODE_REQUIRE_GPUS", "0"))
@@ -54,6 +56,7 @@ def module_needs_gpus() -> None:
 def need_overlap() -> None:
     """Skips the test where collective matmuls are not overlapped; as `need_gpus` without a GPU."""
     need_gpus()
-    kind = jax.devices()[0].device_kind
-    if isinstance(profiles.known_from_kinds([kind]), str):
-        pytest.skip(f"collective matmuls are not overlapped on {kind}")
+    bus_id = topology.normalise_bus_id(extension.module("gpu").pci_bus_id(0))
+    profile = profiles.from_facts([topology.read_facts(bus_id, jax.devices()[0].device_kind)])
+    if isinstance(profile, str):
+        pytest.skip(f"collective matmuls are not overlapped: {profile}")

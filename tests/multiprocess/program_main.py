@@ -19,7 +19,8 @@ sys.path[:0] = [str(Path(__file__).parent)]  # python -P leaves it out
 def _say_how_it_ended() -> None:
     """Runs after all that JAX and the package do at exit, because it was registered before."""
     failure = jax_intranode.last_failure()
-    print("END:", failure and failure.message, flush=True)
+    # Text and newline in one write, because XLA's threads write to the same file.
+    print(f"END: {failure and failure.message}\n", end="", flush=True)
 
 
 if __name__ == "__main__":

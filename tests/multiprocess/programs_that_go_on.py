@@ -309,7 +309,7 @@ def pytest_in_a_rank() -> None:
     with tempfile.TemporaryDirectory() as directory:
         file = Path(directory) / "test_in_a_rank.py"
         file.write_text(TESTS)
-        say(int(pytest.main(["-q", "-p", "no:cacheprovider", str(file)])))
+        say(int(pytest.main(["-q", "-p", "no:cacheprovider", "-p", "no:benchmark", str(file)])))
 
 
 def catches_exceptions() -> None:

@@ -1,5 +1,8 @@
 """Communicators over the life of a program: exit, fork, replay after shutdown."""
 
+import py_compile
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -112,3 +115,51 @@ def test_replay_after_shutdown(tmp_path: Path) -> None:
     assert "jax_intranode.shutdown()" in text and "jax.clear_caches()" in text, text
     assert "CALLS 0\n" in text, text
     assert "replayed from a CUDA graph" in text, text
+
+
+SHOWS = """
+import atexit, code, sys
+from jax_intranode._src.health import peers
+atexit.register(lambda: print(f"[{peers._failed().partition(':')[0]}]"))
+"""
+STORED = "try:\n  1 / 0\nexcept Exception as error:\n  sys.last_exc = sys.last_value = error\n"
+# What a program does, and what has ended it.
+ENDS = {
+    "raises": ("1 / 0", "ZeroDivisionError"),
+    "raises_again": ("try:\n  1 / 0\nexcept Exception:\n  print()\n  raise", "ZeroDivisionError"),
+    "raises_another": (f"{STORED}  raise KeyError from error", "KeyError"),
+    "cleans_up": ("try:\n  1 / 0\nfinally:\n  print()", "ZeroDivisionError"),
+    "catches_others": ("try:\n  1 / 0\nexcept KeyError:\n  pass", "ZeroDivisionError"),
+    "stores": (f"{STORED}print()", ""),
+    "stores_and_exits": (f"{STORED}sys.exit(0)", ""),
+    "console": ("code.InteractiveConsole(globals()).push('1 / 0')", ""),
+}
+
+
+@pytest.mark.parametrize("name", quick(ENDS, ("raises_again", "stores_and_exits")))
+def test_what_has_ended_a_program(name: str) -> None:
+    code, error = ENDS[name]
+    assert python("-P", "-c", SHOWS + code).stdout.splitlines()[-1] == f"[{error}]"
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("way", ["-", "FILE", "-m", "bytecode", "run", "within"])
+def test_what_has_ended_a_program_that_starts_otherwise(tmp_path: Path, way: str) -> None:
+    file, driver = tmp_path / "raises.py", tmp_path / "driver.py"
+    file.write_text(f"{SHOWS}1 / 0")
+    driver.write_text("import runpy\nrunpy.run_path('raises.py', run_name='__main__')")
+    if way == "bytecode":
+        py_compile.compile(str(file), cfile=str(tmp_path / "raises.pyc"))
+    words = {
+        "-": ["-"],
+        "FILE": [file],
+        "-m": ["-m", "raises"],
+        "bytecode": ["raises.pyc"],
+        "run": ["-m", "jax_intranode", "run", file],
+        "within": [driver],
+    }[way]
+    with file.open() as text:
+        done = subprocess.run(
+            [sys.executable, *words], cwd=tmp_path, stdin=text, stdout=subprocess.PIPE, text=True
+        )
+    assert done.stdout.splitlines()[-1] == "[ZeroDivisionError]", done

@@ -114,8 +114,8 @@ nb::list PeersOf(const PeerWatch& watch) {
   for (const PeerWatch::Status& s : peers) {
     constexpr const char* kStates[] = {"unheard", "running", "silent", "finished",
                                        "left",    "failed",  "lost"};
-    all.append(
-        nb::make_tuple(s.process, s.pid, kStates[static_cast<int>(s.state)], s.ended, s.what));
+    all.append(nb::make_tuple(s.process, s.pid, kStates[static_cast<int>(s.state)], s.ended, s.what,
+                              s.in_barrier));
   }
   return all;
 }
@@ -165,7 +165,8 @@ NB_MODULE(_host, m) {
       .def("close", &PeerWatch::Close, nb::call_guard<nb::gil_scoped_release>(),
            "Says goodbye and ends the watch.")
       .def("peers", &PeersOf,
-           "One entry for each peer: (process, pid, state, whether it has ended, why).");
+           "One entry for each peer: (process, pid, state, whether it has ended, why, whether it "
+           "waits in JAX's last barrier).");
   m.def(
       "monitor",
       [](nb::capsule capsule, double patience_s) {

@@ -56,4 +56,5 @@ if __name__ == "__main__":
     try:
         main()
     except Shown as error:
-        sys.last_exc = error  # as programs do that offer a debugger, and go on
+        sys.last_exc = sys.last_value = error  # as programs do that offer a debugger, and go on
+        sys.exit(0)

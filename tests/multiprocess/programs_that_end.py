@@ -226,9 +226,17 @@ def shuts_down_in_an_exit_handler() -> None:
 
 def signals_at_its_end() -> None:
     """A handler leaves rank 1, while it waits for its last step, and while it waits for rank 0."""
+
+    class Preempted(BaseException):
+        pass
+
+    def leave(*_: object) -> None:
+        raise next(reasons)
+
     begin()
     if rank() == 1:
-        signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+        reasons = iter([Preempted(), SystemExit(0)])
+        signal.signal(signal.SIGTERM, leave)
         term = f"kill -TERM {os.getpid()}"
         in_background(f"sleep {LATER_S}", term, f"sleep {2 * LATER_S}", term)
         total(2)
@@ -236,6 +244,29 @@ def signals_at_its_end() -> None:
     time.sleep(2 * LATER_S)
     say(read(total(2)))
     time.sleep(2 * LATER_S)
+
+
+def ends_jax_itself(how: str) -> None:
+    """Rank 1 does a part of what JAX does at exit. Rank 0 just ends, before it or after it."""
+    begin()
+    say(read(total(2)))
+    if rank() == 1:
+        if how == "shuts_down":
+            jax.distributed.shutdown()
+        else:
+            jax.extend.backend.clear_backends()
+    elif how == "clears_backends":
+        time.sleep(LATER_S)
+
+
+def leaves_after_shutdown() -> None:
+    """Rank 1 becomes another program; no call needs it any more."""
+    begin()
+    say(read(total(2)))
+    jax.distributed.shutdown()
+    if rank() == 1:
+        os.execv(sys.executable, [sys.executable, "-c", "print('END: None')"])
+    time.sleep(LATER_S)
 
 
 def thread_after_the_end() -> None:

@@ -89,6 +89,8 @@ def test_rank_0_is_told_of_rank_1(started: Started, name: str) -> None:
     assert said(outcome, "RECORD") == f"{reason} 1", str(outcome)
     assert outcome.exit_codes[0] == 0, str(outcome)
     assert code is None or outcome.exit_codes[1] == code, str(outcome)
+    if "has failed" in words:  # which rank 0 tells in turn
+        assert "ERROR:jax_intranode" not in outcome.logs[1], str(outcome)
 
 
 @pytest.mark.parametrize("name", quick(DIFFERENT, DIFFERENT.keys() - FULL))

@@ -36,6 +36,9 @@ PROGRAMS = {
     "collective_in_exit_handlers": Program([["6.0", "9.0"]] * 2),
     "shuts_down_in_an_exit_handler": Program([["6.0"]] * 2),
     "signals_at_its_end": Program([["6.0"], []]),
+    "ends_jax_itself shuts_down": Program([["6.0"]] * 2),
+    "ends_jax_itself clears_backends": Program([["6.0"]] * 2),
+    "leaves_after_shutdown": Program([["6.0"]] * 2),
     "thread_after_the_end": Program([["6.0", "9.0"]] * 2),
     "calls_after_its_end": Program([["6.0"], ["6.0"]]),
     "distributed_shutdown_at_the_end": Program([["6.0", "4.0"], ["4.0"]]),
@@ -80,7 +83,7 @@ FULL = (
     *("ends_at_different_times", "half_of_the_ranks_end", "collective_in_exit_handlers"),
     *("distributed_shutdown_in_the_middle", "checkpoints_at_sigterm", "thread_after_the_end"),
     *("exit_handler_of_jax_fails", "ends_before_its_peer_lowers"),
-    "shuts_down_in_an_exit_handler",
+    *("shuts_down_in_an_exit_handler", "ends_jax_itself clears_backends"),
 )
 
 

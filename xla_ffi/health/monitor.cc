@@ -98,7 +98,10 @@ struct Monitor::Port {
   Clock::time_point Now() const { return Clock::now(); }
   void Close() { peer.connection.socket.Reset(); }
   void OnNote(const PeerMessage& message) {
-    if (message.notice == PeerNotice::kBarrier) peer.in_barrier = !message.text.empty();
+    if (message.notice == PeerNotice::kBarrier) {
+      peer.in_barrier = !message.text.empty();
+      peer.may_end = !peer.in_barrier;
+    }
     if (message.notice != PeerNotice::kWaits) return;
     const auto note = ParseNote(message.text);
     if (note && peer.Has(note->device)) monitor.reports_.Hear(*note, Clock::now());
@@ -234,7 +237,9 @@ void Monitor::SetAbsent() {
         }
         if (std::exchange(peer.told, now) == now) continue;
         if (now == PeerState::kSilent) Warn(what + ". Calls that wait for it fail.");
-        if (AbsenceIn(now) != Absence::kFault) continue;
+        if (AbsenceIn(now) != Absence::kFault || watch->fails_) continue;
+        // No fault until a call needs it.
+        if (now == PeerState::kLost && peer.may_end) continue;
         Failure& fault = faults.emplace_back(FailureReason::kPeerGone);
         fault.on_gpu = watch->platform_->OnGpu();
         fault.device_ids = peer.connection.device_ids;
@@ -400,6 +405,7 @@ void PeerWatch::GoOn() {
 
 void PeerWatch::Fail(const std::string& text) {
   std::lock_guard lock(Monitor::Get().mutex_);
+  fails_ = true;
   SendAll(PeerNotice::kFailed, text);
 }
 
@@ -428,7 +434,7 @@ std::vector<PeerWatch::Status> PeerWatch::Peers() const {
   std::vector<Status> all;
   for (const Peer& peer : peers_) {
     all.push_back({peer.connection.process, peer.connection.pid, peer.record.state,
-                   peer.record.HasEnded(), peer.What(silent_)});
+                   peer.record.HasEnded(), peer.What(silent_), peer.in_barrier});
   }
   return all;
 }

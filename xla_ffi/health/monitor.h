@@ -59,6 +59,7 @@ class PeerWatch {
     PeerState state;
     bool ended;  // its process is no more; false for one that has left
     std::string what;
+    bool in_barrier;
   };
 
   // Listens at a new address. `process` is the number of this process.
@@ -83,10 +84,12 @@ class PeerWatch {
   // Something of it runs all the same: takes Finish() back, until it is called again.
   void GoOn();
 
-  // This process ends because of a failure; the text says which. Its peers fail at once.
+  // This process ends because of a failure; the text says which. Its peers fail at once, which is
+  // no failure of this process.
   void Fail(const std::string& text);
 
-  // Whether this process waits in JAX's last barrier, for the reports of its peers.
+  // Whether this process waits in JAX's last barrier: peers that end need not wait for it. When it
+  // has left the barrier it may end without a word.
   void SetInBarrier(bool is_in_barrier);
 
   // Says goodbye, because of shutdown(), and ends the watch.
@@ -102,6 +105,7 @@ class PeerWatch {
     PeerState told = PeerState::kUnheard;  // what the platform knows
     bool is_quiet = false;                 // a silence has been reported
     bool in_barrier = false;
+    bool may_end = false;
 
     std::string Name() const;
     std::string What(Clock::duration silent) const;
@@ -118,6 +122,7 @@ class PeerWatch {
   Clock::duration silent_{};
   bool finishes_ = false;  // Finish() was called
   bool finished_ = false;  // and the peers have been told
+  bool fails_ = false;     // Fail() was called
   uint64_t calls_ = 0;     // of handlers when this was looked at last
   Clock::time_point called_at_{};
 };

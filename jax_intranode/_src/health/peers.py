@@ -11,9 +11,9 @@ import os
 import secrets
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from opcode import opname
-from traceback import walk_tb
+from types import TracebackType
 
 import jax
 import numpy as np
@@ -49,6 +49,8 @@ _DRAIN_BEFORE_FAILURE_S = 25.0
 _REST_S = 10.0
 # How many files XLA:GPU may need to compile a small program: its own and those of ptxas.
 _FILES_TO_COMPILE = 16
+# The outermost frame of a program: its main module, or what runs that for `python -m`.
+_OUTERMOST = ("<module>", "_run_module_as_main")
 _PRESENT = ("unheard", "running")
 _FAULTS = ("failed", "lost")
 
@@ -103,16 +105,17 @@ class Watch:
         if self in _watches:
             _watches.remove(self)
 
-    def peers(self) -> list[tuple[int, int, str, bool, str]]:
-        """For each peer: process, pid, state, whether its process has ended, and how it went.
+    def peers(self) -> list[tuple[int, int, str, bool, str, bool]]:
+        """For each peer: process, pid, state, whether its process has ended, how it went, and waits.
 
-        The states are those of xla_ffi/health/peer_table.h.
+        That is whether it waits in JAX's last barrier. The states are those of
+        xla_ffi/health/peer_table.h.
         """
         return self.native.peers()
 
     def lost(self) -> str | None:
         """How a peer was lost; None if none was."""
-        return next((what for _, _, state, _, what in self.peers() if state in _FAULTS), None)
+        return next((what for _, _, state, _, what, _ in self.peers() if state in _FAULTS), None)
 
 
 def close_all() -> None:
@@ -129,7 +132,7 @@ def absence(device_ids: Iterable[int]) -> tuple[str, str] | None:
     """
     wanted = set(device_ids)
     for watch in list(_watches):
-        for process, _, state, _, what in watch.peers():
+        for process, _, state, _, what, _ in watch.peers():
             if state not in _PRESENT and wanted & set(watch.device_ids[process]):
                 return "peer_stopped" if state == "silent" else "peer_gone", what
     return None
@@ -140,18 +143,15 @@ _takes_part = False
 _fails = False  # whether this process ends because of a failure
 _has_lost = False  # whether a peer was lost in a mesh that was shut down since
 _pid = os.getpid()
-_program = ("", 0)  # the name of the file that Python runs, and the identity of its globals
 _exit: BaseException | None = None  # what `fails_with` was told
 
 
 def _take_part_in_the_end() -> None:
     """Has the peers told, once this process watches any, when it ends in order."""
-    global _takes_part, _pid, _program
+    global _takes_part, _pid
     if _takes_part:
         return
     _takes_part, _pid = True, os.getpid()
-    main = getattr(sys.modules.get("__main__"), "__dict__", {})
-    _program = os.path.basename(main.get("__file__") or ""), id(main)
     distributed.at_end_of_backends(_drain)
     distributed.bound_distributed_shutdown(_say_goodbye, _won_t_come, _after_barrier)
 
@@ -160,30 +160,39 @@ def _uncaught() -> BaseException | None:
     """The exception that has ended the program, if one has.
 
     ``sys.last_exc`` is also set by consoles, debuggers, test runners and programs that show an
-    exception and go on. What ends a program has passed through the module that Python runs, and
-    that module has not returned.
+    exception and go on. What ends a program has passed through all frames of the main thread. So
+    its traceback begins with the outermost frame, and that one stopped where the exception left it:
+    where it came from, or at an instruction that raises it again.
     """
-    error = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
-    if hasattr(sys, "ps1") or error is None:
+    error = getattr(sys, "last_exc" if sys.version_info >= (3, 12) else "last_value", None)
+    trace = getattr(error, "__traceback__", None)
+    if hasattr(sys, "ps1") or trace is None:
         return None
-    for frame, _ in walk_tb(error.__traceback__):
-        code = frame.f_code
-        name = "" if code.co_filename in ("<string>", "<stdin>") else code.co_filename
-        if code.co_name == "<module>" and (os.path.basename(name), id(frame.f_globals)) == _program:
-            returned = opname[code.co_code[frame.f_lasti]].startswith("RETURN")
-            return None if returned else error
-    return None
+    outermost, stopped = trace.tb_frame, trace.tb_frame.f_lasti
+    code = outermost.f_code
+    if outermost.f_back or code.co_name not in _OUTERMOST:
+        return None
+    came_from = {part.tb_lasti for part in _parts(trace) if part.tb_frame is outermost}
+    operation, argument = code.co_code[stopped : stopped + 2]
+    again = opname[operation] == "RERAISE" or (opname[operation], argument) == ("RAISE_VARARGS", 0)
+    return error if stopped in came_from or again else None
+
+
+def _parts(trace: TracebackType | None) -> Iterator[TracebackType]:
+    while trace is not None:
+        yield trace
+        trace = trace.tb_next
 
 
 def fails_with(error: BaseException) -> None:
-    """Notes what ends the program with an error where Python shows no exception: SystemExit."""
+    """Notes what ends a program that this package runs."""
     global _exit
     _exit = error
 
 
 def _failed() -> str:
     """How this program has failed, in a line; empty if it has not."""
-    error, failure = _uncaught() or _exit, failures.current()
+    error, failure = _exit or _uncaught(), failures.current()
     if failure is not None:
         return failure.message.removeprefix("jax_intranode: ").partition(". ")[0]
     if error is None:
@@ -214,7 +223,7 @@ def _drain() -> None:
     """
     if os.getpid() != _pid or not _watches:
         return
-    exits = _exit is not None and _uncaught() is None and failures.current() is None
+    exits = isinstance(_exit, SystemExit) and failures.current() is None
     if not exits and _tell_failure():
         return
     end = time.monotonic() + (_DRAIN_BEFORE_FAILURE_S if exits else math.inf)
@@ -302,12 +311,16 @@ def _cpu_s_of_other_threads() -> float:
 
 
 def _all_have_finished(finished: set[tuple[Watch, int]]) -> bool:
-    """Whether all peers have finished, or are lost, now or before. `finished` remembers them."""
-    peers = [
-        (watch, process, state) for watch in _watches for process, _, state, *_ in watch.peers()
-    ]
-    finished.update((w, p) for w, p, state in peers if state not in (*_PRESENT, "silent"))
-    return all((watch, process) in finished for watch, process, _ in peers)
+    """Whether all peers have finished, or are lost, now or before. `finished` remembers them.
+
+    A peer that waits in JAX's last barrier, which the program has called itself, waits for this
+    process.
+    """
+    peers = [(watch, *peer) for watch in _watches for peer in watch.peers()]
+    for watch, process, _, state, _, _, waits in peers:
+        if waits or state not in (*_PRESENT, "silent"):
+            finished.add((watch, process))
+    return all((watch, process) in finished for watch, process, *_ in peers)
 
 
 def _after_barrier(in_barrier: bool = False) -> None:
@@ -318,8 +331,8 @@ def _after_barrier(in_barrier: bool = False) -> None:
 def _won_t_come(seconds: float, serves: bool) -> bool:
     """Whether JAX's last barrier is to be given up, so many seconds after it began."""
     peers = [peer for watch in list(_watches) for peer in watch.peers()]
-    lost = _has_lost or any(state in (*_FAULTS, "silent") for _, _, state, _, _ in peers)
-    ended = [has_ended for _, _, _, has_ended, _ in peers]
+    lost = _has_lost or any(state in (*_FAULTS, "silent") for _, _, state, *_ in peers)
+    ended = [has_ended for _, _, _, has_ended, *_ in peers]
     if not lost and not _fails:
         # A peer that has finished ends before the barrier only where a signal ends it.
         return any(ended) and seconds > _BARRIER_S

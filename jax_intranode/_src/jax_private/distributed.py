@@ -7,6 +7,7 @@ import inspect
 import queue
 import threading
 import time
+import traceback
 from collections.abc import Callable
 from typing import Any
 
@@ -27,13 +28,14 @@ def at_end_of_backends(action: Callable[[], None]) -> None:
     """Makes the end of the process call `action` before JAX clears its backends.
 
     0.10.2 to 0.12: JAX's exit handler, which was registered when JAX was imported, calls
-    ``clear_backends`` of its module. The program's own exit handlers that were registered later
+    ``clear_backends`` of its module, unless the program has cleared them, then ``clear_caches`` and
+    ``shutdown`` of ``jax.distributed``. The program's own exit handlers that were registered later
     have run by then.
     """
     if action in _at_end:
         return
     _at_end.append(action)
-    of_jax = api.clear_backends
+    of_jax, clear_caches_of_jax = api.clear_backends, api.clear_caches
     if len(_at_end) > 1:
         return
 
@@ -51,7 +53,13 @@ def at_end_of_backends(action: Callable[[], None]) -> None:
             distributed.global_state.shutdown()  # JAX's exit handler does not come to it
             raise
 
-    api.clear_backends = clear_backends
+    @functools.wraps(clear_caches_of_jax)
+    def clear_caches() -> None:
+        global _is_ending
+        _is_ending = _is_ending or not threading.main_thread().is_alive()
+        clear_caches_of_jax()
+
+    api.clear_backends, api.clear_caches = clear_backends, clear_caches
 
 
 _at_end: list[Callable[[], None]] = []
@@ -67,14 +75,22 @@ def _undisturbed(action: Callable[[], None]) -> None:
     """Calls `action`; at the end of the process again, if the handler of a signal raised in it.
 
     JAX's own waits there are in C++, and Python calls a handler only when they have ended. So
-    `action` has to be one that can be called again.
+    `action` has to be one that can be called again. The exception is shown, as Python shows those
+    of exit handlers.
     """
-    while True:
+    for _ in range(_SIGNALS):
         try:
             return action()
-        except (KeyboardInterrupt, SystemExit):
+        except BaseException as error:
             if not _is_ending:
                 raise
+            if not isinstance(error, (KeyboardInterrupt, SystemExit)):
+                traceback.print_exc()
+    action()
+
+
+# How many handlers of signals may raise at the end of a process.
+_SIGNALS = 1000
 
 
 def bound_distributed_shutdown(

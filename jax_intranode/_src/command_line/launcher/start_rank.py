@@ -85,9 +85,7 @@ def main() -> None:
         run_as_main(arguments[is_module:], is_module=is_module)
     except SystemExit as end:
         if end.code not in (None, 0):
-            peers = sys.modules.get("jax_intranode._src.health.peers")
-            if peers is not None:
-                peers.fails_with(end)
+            _fails_with(end)
             _leave()
         raise
     except BaseException:
@@ -128,7 +126,8 @@ def run_as_main(arguments: Sequence[str], *, is_module: bool) -> None:
         if end.code in (None, 0):
             _finish()
         raise
-    except BaseException:
+    except BaseException as error:
+        _fails_with(error)
         _show_without_own_frames()
         raise
     _finish()
@@ -139,6 +138,12 @@ def _finish() -> None:
     compare = sys.modules.get("jax_intranode._src.command_line.compare")
     if compare is not None:
         compare.finish()
+
+
+def _fails_with(error: BaseException) -> None:
+    peers = sys.modules.get("jax_intranode._src.health.peers")
+    if peers is not None:
+        peers.fails_with(error)
 
 
 def _module(name: str) -> tuple[CodeType, dict[str, Any]]:

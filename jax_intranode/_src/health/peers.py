@@ -106,10 +106,10 @@ class Watch:
             _watches.remove(self)
 
     def peers(self) -> list[tuple[int, int, str, bool, str, bool]]:
-        """For each peer: process, pid, state, whether its process has ended, how it went, and waits.
+        """Returns what is known of each peer.
 
-        That is whether it waits in JAX's last barrier. The states are those of
-        xla_ffi/health/peer_table.h.
+        Process, pid, state (of xla_ffi/health/peer_table.h), whether its process has ended, how it
+        went, and whether it waits in JAX's last barrier.
         """
         return self.native.peers()
 

@@ -123,6 +123,7 @@ from jax_intranode._src.health import peers
 atexit.register(lambda: print(f"[{peers._failed().partition(':')[0]}]"))
 """
 STORED = "try:\n  1 / 0\nexcept Exception as error:\n  sys.last_exc = sys.last_value = error\n"
+STORED += "  sys.last_traceback = error.__traceback__\n"
 # What a program does, and what has ended it.
 ENDS = {
     "raises": ("1 / 0", "ZeroDivisionError"),
@@ -130,6 +131,10 @@ ENDS = {
     "raises_another": (f"{STORED}  raise KeyError from error", "KeyError"),
     "cleans_up": ("try:\n  1 / 0\nfinally:\n  print()", "ZeroDivisionError"),
     "catches_others": ("try:\n  1 / 0\nexcept KeyError:\n  pass", "ZeroDivisionError"),
+    "hook": (
+        "def hook(kind, error, trace):\n  error.__traceback__ = None\nsys.excepthook = hook\n1 / 0",
+        "ZeroDivisionError",
+    ),
     "stores": (f"{STORED}print()", ""),
     "stores_and_exits": (f"{STORED}sys.exit(0)", ""),
     "console": ("code.InteractiveConsole(globals()).push('1 / 0')", ""),

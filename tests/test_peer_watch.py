@@ -79,7 +79,7 @@ def state_of(watch: Any, *wanted: str) -> tuple[str, str]:
     """The peer's state and why, as soon as it is a wanted one."""
     end = time.monotonic() + 10
     while True:
-        ((process, pid, state, _, what),) = watch.peers()
+        ((process, pid, state, _, what, _),) = watch.peers()
         assert (process, pid) == (PEER, os.getpid())
         if state in wanted:
             return state, what
@@ -266,7 +266,7 @@ def test_why_a_process_is_absent(monkeypatch: pytest.MonkeyPatch) -> None:
         "unheard": None, "running": None, "silent": "peer_stopped", "finished": "peer_gone",
         "left": "peer_gone", "failed": "peer_gone", "lost": "peer_gone",
     }.items():  # fmt: skip
-        found = [(PEER, 7, state, False, "process 1 is so")]
+        found = [(PEER, 7, state, False, "process 1 is so", False)]
         watch = SimpleNamespace(peers=lambda found=found: found, device_ids={PEER: (4, 5)})
         monkeypatch.setattr(peers, "_watches", [watch])
         assert peers.absence([0, 5]) == (reason and (reason, "process 1 is so"))
@@ -281,7 +281,7 @@ def test_proc_tells_of_an_end_that_the_socket_hides() -> None:
     with connecting() as watch:
         child = start(watch.address, "peer")
     watch.arm(extension.module("cpu").platform(), 60.0)
-    ((_, pid, state, ended, _),) = watch.peers()
+    ((_, pid, state, ended, *_),) = watch.peers()
     assert (pid, state, ended) == (child.pid, "unheard", False)
     child.kill()
     end = time.monotonic() + 5

@@ -56,5 +56,7 @@ if __name__ == "__main__":
     try:
         main()
     except Shown as error:
-        sys.last_exc = sys.last_value = error  # as programs do that offer a debugger, and go on
+        # As programs do that offer a debugger, and go on.
+        sys.last_exc = sys.last_value = error
+        sys.last_traceback = error.__traceback__
         sys.exit(0)

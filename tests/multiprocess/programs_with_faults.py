@@ -1,5 +1,6 @@
 """Faulty programs of several processes. Rank 0 says what it is told."""
 
+import atexit
 import contextlib
 import logging
 import os
@@ -109,6 +110,17 @@ def raises_and_ends_slowly() -> None:
         distributed.at_end_of_backends(lambda: time.sleep(5))
         time.sleep(1)
         raise ValueError("loss is NaN")
+    attempt(lambda: read(total(2)))
+    end_of_rank_0()
+
+
+def raises_and_shuts_down() -> None:
+    """An exit handler of rank 1 waits for rank 0 in JAX's barrier."""
+    begin()
+    if rank() == 1:
+        atexit.register(jax.distributed.shutdown)
+        time.sleep(1)
+        raise ValueError("\nloss is NaN\n")
     attempt(lambda: read(total(2)))
     end_of_rank_0()
 

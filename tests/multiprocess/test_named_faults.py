@@ -16,6 +16,7 @@ SOON = {"JAX_INTRANODE_REPORT_AFTER_S": "1"}
 TOLD = {
     "raises": ("has failed: ValueError: loss is NaN", "peer_gone", 1),
     "raises_and_ends_slowly": ("has failed: ValueError: loss is NaN", "peer_gone", 1),
+    "raises_and_shuts_down": ("has failed: ValueError: loss is NaN", "peer_gone", 1),
     "raises_in_a_signal_handler": (
         "has failed: TimeoutError: the job's time is over", "peer_gone", 1,
     ),
@@ -30,7 +31,7 @@ TOLD = {
 }  # fmt: skip
 # Variants of others; tests/native/monitor_test.cc loses processes in these and more ways.
 FULL = (
-    *("raises_in_a_signal_handler", "raises_and_ends_slowly"),
+    *("raises_in_a_signal_handler", "raises_and_ends_slowly", "raises_and_shuts_down"),
     *("is_lost killed", "is_lost exits", "is_lost shuts_down", "is_lost stops", "is_interrupted"),
     *("ends_while_it_is_waited_for", "is_needed_by_a_thread"),
     *("waits_in_another_group", "three_wait_in_a_circle", "is_needed_in_the_last_barrier"),

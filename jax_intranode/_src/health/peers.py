@@ -10,10 +10,12 @@ import math
 import os
 import secrets
 import sys
+import threading
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from opcode import opname
 from types import TracebackType
+from typing import Any
 
 import jax
 import numpy as np
@@ -165,7 +167,7 @@ def _uncaught() -> BaseException | None:
     where it came from, or at an instruction that raises it again.
     """
     error = getattr(sys, "last_exc" if sys.version_info >= (3, 12) else "last_value", None)
-    trace = getattr(error, "__traceback__", None)
+    trace = getattr(sys, "last_traceback", None)  # the program's hook may have changed the error's
     if hasattr(sys, "ps1") or trace is None:
         return None
     outermost, stopped = trace.tb_frame, trace.tb_frame.f_lasti
@@ -198,7 +200,7 @@ def _failed() -> str:
     if error is None:
         return ""
     try:
-        text = str(error)
+        text = str(error).strip()
     except Exception:  # an exception of the program may have no text
         text = ""
     return f"{type(error).__name__}: {text}".splitlines()[0].rstrip(": .")
@@ -228,8 +230,9 @@ def _drain() -> None:
         return
     end = time.monotonic() + (_DRAIN_BEFORE_FAILURE_S if exits else math.inf)
     for platform in {watch.platform for watch in _watches}:
-        arrays = jax.live_arrays(platform)
+        arrays: list[Any] = []
         with contextlib.suppress(Exception):
+            arrays += jax.live_arrays(platform)
             arrays.append(_last_result(platform))
         for array in arrays:
             with contextlib.suppress(Exception):  # who needed a result has seen its error
@@ -276,7 +279,8 @@ def _say_goodbye() -> None:
         return
     if not distributed.is_ending():
         # The program calls jax.distributed.shutdown() itself, and may go on, also in exit handlers.
-        _after_barrier(in_barrier=True)
+        if threading.main_thread().is_alive() or not _tell_failure():
+            _after_barrier(in_barrier=True)
         return
     if _tell_failure():
         return

@@ -1,6 +1,5 @@
 """``jax.distributed``: its key-value store, its beginning under a launcher, and its end."""
 
-import contextlib
 import ctypes
 import functools
 import inspect
@@ -75,22 +74,28 @@ def _undisturbed(action: Callable[[], None]) -> None:
     """Calls `action`; at the end of the process again, if the handler of a signal raised in it.
 
     JAX's own waits there are in C++, and Python calls a handler only when they have ended. So
-    `action` has to be one that can be called again. The exception is shown, as Python shows those
-    of exit handlers.
+    `action` has to be one that can be called again, and that raises nothing itself. The first
+    exception is shown, as Python shows those of exit handlers.
     """
-    for _ in range(_SIGNALS):
+    quiet: tuple[type[BaseException], ...] = (KeyboardInterrupt, SystemExit)
+    for _ in range(_EXCEPTIONS):
         try:
-            return action()
-        except BaseException as error:
+            try:
+                return action()
+            except BaseException as error:
+                if not _is_ending:
+                    raise
+                if not isinstance(error, quiet):
+                    quiet = (BaseException,)
+                    traceback.print_exc()
+        except BaseException:  # while the first one was shown
             if not _is_ending:
                 raise
-            if not isinstance(error, (KeyboardInterrupt, SystemExit)):
-                traceback.print_exc()
     action()
 
 
-# How many handlers of signals may raise at the end of a process.
-_SIGNALS = 1000
+# After so many exceptions they may be those of the action.
+_EXCEPTIONS = 100_000
 
 
 def bound_distributed_shutdown(
@@ -113,17 +118,17 @@ def bound_distributed_shutdown(
     if getattr(state.shutdown, "of_jax_intranode", False):
         return
     of_jax = state.shutdown
-    asked: queue.SimpleQueue[None] = queue.SimpleQueue()
-    ended: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
+    # A call asks with a list, which gets the error of JAX, or None, when JAX has ended.
+    asked: queue.SimpleQueue[list[BaseException | None]] = queue.SimpleQueue()
 
     def end() -> None:
         while True:
-            asked.get()
+            outcome = asked.get()
             try:
                 of_jax()
-                ended.put(None)
+                outcome.append(None)
             except BaseException as error:
-                ended.put(error)
+                outcome.append(error)
 
     # Started here: at exit Python 3.12 starts no threads.
     thread = threading.Thread(target=end, name="jax_intranode shutdown", daemon=True)
@@ -135,21 +140,20 @@ def bound_distributed_shutdown(
             if state.client is None or not thread.is_alive():  # not alive: in a forked child
                 return of_jax()
             started, serves = time.monotonic(), state.service is not None
-            asked.put(None)
-            _undisturbed(lambda: wait(started, serves))
+            outcome: list[BaseException | None] = []
+            asked.put(outcome)
+            _undisturbed(lambda: wait(outcome, started, serves))
+            if outcome and outcome[0] is not None:
+                raise outcome[0]
         finally:
             ends()
 
-    def wait(started: float, serves: bool) -> None:
-        while True:
-            with contextlib.suppress(queue.Empty):
-                error = ended.get(timeout=0.02)
-                break
+    def wait(outcome: list[BaseException | None], started: float, serves: bool) -> None:
+        while not outcome:
+            time.sleep(0.02)
             if gives_up(time.monotonic() - started, serves):
                 leave_without_waiting()
                 return
-        if error is not None:
-            raise error
 
     shutdown.of_jax_intranode = True  # type: ignore[attr-defined]
     state.shutdown = shutdown  # type: ignore[method-assign]

@@ -104,8 +104,8 @@ class PeerWatch {
     PeerRecord record{};
     PeerState told = PeerState::kUnheard;  // what the platform knows
     bool is_quiet = false;                 // a silence has been reported
-    bool in_barrier = false;
-    bool may_end = false;
+    bool in_barrier = false;               // it waits in JAX's last barrier
+    bool may_end = false;                  // it has left that barrier
 
     std::string Name() const;
     std::string What(Clock::duration silent) const;

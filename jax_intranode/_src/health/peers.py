@@ -12,9 +12,8 @@ import secrets
 import sys
 import threading
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from opcode import opname
-from types import TracebackType
 from typing import Any
 
 import jax
@@ -174,16 +173,9 @@ def _uncaught() -> BaseException | None:
     code = outermost.f_code
     if outermost.f_back or code.co_name not in _OUTERMOST:
         return None
-    came_from = {part.tb_lasti for part in _parts(trace) if part.tb_frame is outermost}
     operation, argument = code.co_code[stopped : stopped + 2]
     again = opname[operation] == "RERAISE" or (opname[operation], argument) == ("RAISE_VARARGS", 0)
-    return error if stopped in came_from or again else None
-
-
-def _parts(trace: TracebackType | None) -> Iterator[TracebackType]:
-    while trace is not None:
-        yield trace
-        trace = trace.tb_next
+    return error if stopped == trace.tb_lasti or again else None
 
 
 def fails_with(error: BaseException) -> None:

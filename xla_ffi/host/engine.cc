@@ -55,16 +55,16 @@ class KeepSubnormals {
 };
 
 // Runs a call from step `*step` on as far as possible; returns whether it has ended.
-template <class Type, int N, class C>
+template <class Type, class C>
 bool RunCall(Algorithm algorithm, ResumableThread& t, const Group& g, const InSegments<C>& c,
              uint32_t epoch, uint32_t* step) {
   switch (algorithm) {
     case Algorithm::kOneShot:
-      return RunSteps<OneShot<Type, N>>(t, g, c, epoch, step);
+      return RunSteps<OneShot<Type, 0>>(t, g, c, epoch, step);
     case Algorithm::kTwoShot:
-      return RunSteps<TwoShot<Type, N>>(t, g, c, epoch, step);
+      return RunSteps<TwoShot<Type, 0>>(t, g, c, epoch, step);
     case Algorithm::kHybridCubeMesh:
-      return RunSteps<HybridCubeMesh<Type, N == kMaxRanks ? N : 0>>(t, g, c, epoch, step);
+      return RunSteps<HybridCubeMesh<Type, 0>>(t, g, c, epoch, step);
     default:
       break;
   }
@@ -72,28 +72,16 @@ bool RunCall(Algorithm algorithm, ResumableThread& t, const Group& g, const InSe
   if constexpr (std::is_same_v<C, Buffer>) {
     switch (algorithm) {
       case Algorithm::kReduceScatter:
-        return RunSteps<ReduceScatter<Type, N>>(t, g, c, epoch, step);
+        return RunSteps<ReduceScatter<Type, 0>>(t, g, c, epoch, step);
       case Algorithm::kAllGather:
-        return RunSteps<AllGather<Type, N>>(t, g, c, epoch, step);
+        return RunSteps<AllGather<Type, 0>>(t, g, c, epoch, step);
       case Algorithm::kAllToAll:
-        return RunSteps<AllToAll<Type, N>>(t, g, c, epoch, step);
+        return RunSteps<AllToAll<Type, 0>>(t, g, c, epoch, step);
       default:
         break;
     }
   }
   return true;  // matmuls run only on GPUs
-}
-
-// One buffer is the common case: some world sizes have code of their own for it.
-template <class Type, class C>
-bool RunCall(Algorithm algorithm, ResumableThread& t, const Group& g, const InSegments<C>& c,
-             uint32_t epoch, uint32_t* step) {
-  if constexpr (std::is_same_v<C, Buffer>) {
-    if (g.size == 2) return RunCall<Type, 2>(algorithm, t, g, c, epoch, step);
-    if (g.size == 4) return RunCall<Type, 4>(algorithm, t, g, c, epoch, step);
-    if (g.size == 8) return RunCall<Type, 8>(algorithm, t, g, c, epoch, step);
-  }
-  return RunCall<Type, 0>(algorithm, t, g, c, epoch, step);
 }
 
 // The element types of a norm are fewer (HasNorm).

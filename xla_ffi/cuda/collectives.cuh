@@ -32,11 +32,6 @@ const void* Address() {
   return reinterpret_cast<const void*>(&jax_intranode_kernel<Body, algorithm, Type, N, Call>);
 }
 
-// Copies don't depend on the type. The NaN that BF16 sends in place of an empty word is one of each
-// type that travels in bare packets.
-template <class Type>
-using CopiedAs = std::conditional_t<std::is_same_v<Type, AnyBare>, BF16, I8>;
-
 // Calls in segments have kernels of their own, so that operations of one epoch have no loop around
 // them.
 template <class Call>

@@ -74,9 +74,9 @@ bool RunCall(Algorithm algorithm, ResumableThread& t, const Group& g, const InSe
       case Algorithm::kReduceScatter:
         return RunSteps<ReduceScatter<Type, 0>>(t, g, c, epoch, step);
       case Algorithm::kAllGather:
-        return RunSteps<AllGather<Type, 0>>(t, g, c, epoch, step);
+        return RunSteps<AllGather<CopiedAs<Type>, 0>>(t, g, c, epoch, step);
       case Algorithm::kAllToAll:
-        return RunSteps<AllToAll<Type, 0>>(t, g, c, epoch, step);
+        return RunSteps<AllToAll<CopiedAs<Type>, 0>>(t, g, c, epoch, step);
       default:
         break;
     }

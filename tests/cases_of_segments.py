@@ -136,7 +136,8 @@ def large_messages_in_segments(mib: int) -> None:
             f = sharded(functools.partial(run, operation), mesh, P("x"), P("x"))
             program = compiled_of_ours(f, make(), donate_argnums=0)
         segments = max(segments_of(program.as_text()))
-        assert segments >= (mib if operation in ("psum", "tree") else mib // n) // 4
+        # Between two GPUs the table's own segments of a psum are of 8 MiB.
+        assert segments >= (mib // 2 if operation in ("psum", "tree") else mib // n) // 4
         compare = jax.jit(sharded(functools.partial(wrong, operation), mesh, P("x"), P("x")))
         handled = []
         for _ in range(4):

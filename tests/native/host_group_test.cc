@@ -385,7 +385,7 @@ std::string AmidSegments(std::chrono::milliseconds timeout, std::chrono::millise
                          End&& end) {
   const jin::Regions regions(2, kEpochBufferBytes);
   const auto groups = jin::GroupsOf(regions, 2, timeout);
-  const jin::TestMonitor monitor({groups[0]});
+  jin::TestMonitor monitor({groups[0]});
   const jin::HostGroup::Operation operation{jin::Algorithm::kTwoShot, jin::ElementType::kF32, 16};
   std::vector<float> data[2] = {std::vector<float>(1000, 1), std::vector<float>(1000, 1)};
   std::vector<std::shared_ptr<jin::Ticket>> tickets;
@@ -394,10 +394,13 @@ std::string AmidSegments(std::chrono::milliseconds timeout, std::chrono::millise
     buffers.Append({data[r].data(), data[r].data(), 4000});
     tickets.push_back(groups[r]->Arrive(r, Identity(0), operation, buffers));
   }
-  // Each of these steps ends a segment on rank 0. No other thread moves the ranks: two that move at
-  // the same time could come to the end.
+  // Each of these steps ends a segment on rank 0. Rank 0 does not move while rank 1 does: together
+  // they could come to the end.
   for (int step = 0; step < 5; ++step) {
-    groups[1]->Progress();
+    {
+      const auto hold = monitor.Hold();
+      groups[1]->Progress();
+    }
     std::this_thread::sleep_for(pause);
     groups[0]->Progress();
     Require(groups[0]->failure().empty(), "a rank that goes on: " + groups[0]->failure());

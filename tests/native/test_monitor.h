@@ -48,7 +48,10 @@ class TestMonitor {
         patience_(patience) {
     thread_ = std::thread([this] {
       while (!ends_) {
-        for (size_t i = 0; i < groups_.size(); ++i) Look(i);
+        {
+          const auto looks = Hold();
+          for (size_t i = 0; i < groups_.size(); ++i) Look(i);
+        }
         std::this_thread::sleep_for(std::chrono::milliseconds(5));
       }
     });
@@ -57,6 +60,9 @@ class TestMonitor {
     ends_ = true;
     thread_.join();
   }
+
+  // It does not look, and so moves no group, while this lock is held.
+  std::unique_lock<std::mutex> Hold() { return std::unique_lock(looks_); }
 
   std::vector<std::string> TakeWarnings() {
     std::lock_guard lock(mutex_);
@@ -82,7 +88,7 @@ class TestMonitor {
   std::vector<WaitReports> reports_;
   const Clock::duration patience_;
   std::atomic<bool> ends_{false};
-  std::mutex mutex_;
+  std::mutex looks_, mutex_;
   std::vector<std::string> warnings_;
   std::thread thread_;
 };

@@ -59,7 +59,7 @@ JIN_FN int AwaitColumns(const Block<kColumns>& b, int tile, int column) {
   }
 }
 
-template <Layout kLayout, int kColumns>
+template <Layout kLayout, bool kWgrad, int kColumns>
 class Feeder {
  public:
   explicit JIN_FN Feeder(const Block<kColumns>& b) : b_(b), p_(b.p), side_(RankInCluster()) {}
@@ -73,7 +73,7 @@ class Feeder {
       }
       __syncwarp();
       const ClusterTile tile = ClusterTileOf(p_, tiles.number());
-      if (TileConfig<kColumns>::kWgrad && tile.wgrad) {
+      if (kWgrad && tile.wgrad) {
         FeedWgrad(tile);
       } else {
         FeedProduct(tile);

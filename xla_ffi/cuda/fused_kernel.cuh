@@ -51,7 +51,7 @@ JIN_FN void EndSameOperation(const Block<kColumns>& b) {
   Store(operations, count + 1);
 }
 
-template <class Type, Layout kLayout, int kColumns>
+template <class Type, Layout kLayout, bool kWgrad, int kColumns>
 __global__ void __cluster_dims__(kClusterSize, 1, 1) __launch_bounds__(kThreads, 1)
     jax_intranode_fused_matmul(const __grid_constant__ FusedParams p) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
@@ -97,7 +97,7 @@ __global__ void __cluster_dims__(kClusterSize, 1, 1) __launch_bounds__(kThreads,
         }
       }
       __syncwarp();
-      Feeder<kLayout, kColumns>(b).Run();
+      Feeder<kLayout, kWgrad, kColumns>(b).Run();
     } else if (warp <= kSenderWarps) {
       if (Config::kWholeChunks && p.reduce_scatter) {
         p.direct ? PublishProducts(b, operations, warp - 1) : SendProducts(b, operations, warp - 1);
@@ -109,7 +109,7 @@ __global__ void __cluster_dims__(kClusterSize, 1, 1) __launch_bounds__(kThreads,
     }
   } else {
     TakeRegisters<Config::kMathRegisters>();
-    Multiplier<Type, kLayout, kColumns>(b, operations).Run();
+    Multiplier<Type, kLayout, kWgrad, kColumns>(b, operations).Run();
   }
   __syncwarp();
   ClusterSync();  // no block leaves while another one may still copy into its shared memory
@@ -127,21 +127,23 @@ __global__ void __cluster_dims__(kClusterSize, 1, 1) __launch_bounds__(kThreads,
 #endif
 }
 
-template <class Type, Layout kLayout, int kColumns>
+template <class Type, Layout kLayout, bool kWgrad, int kColumns>
 FusedKernel KernelOf() {
   return {
-      reinterpret_cast<const void*>(&jax_intranode_fused_matmul<Type, kLayout, kColumns>),
+      reinterpret_cast<const void*>(&jax_intranode_fused_matmul<Type, kLayout, kWgrad, kColumns>),
       TileConfig<kColumns>::kBytes};
 }
 template <class Type, Layout kLayout>
 FusedKernel KernelOfNarrow(int columns) {
-  return columns == 128 ? KernelOf<Type, kLayout, 128>()
-                        : KernelOf<Type, kLayout, 192>();
+  return columns == 128 ? KernelOf<Type, kLayout, false, 128>()
+                        : KernelOf<Type, kLayout, false, 192>();
 }
+// Weight gradients are only computed with matrices [n, k], as those of input gradients are.
 template <class Type>
-FusedKernel KernelFor(bool transposed, int columns) {
-  if (columns == 224) return KernelOf<Type, Layout::kEither, 224>();
-  if (columns == 256) return KernelOf<Type, Layout::kEither, 256>();
+FusedKernel KernelFor(bool transposed, bool wgrad, int columns) {
+  if (wgrad) return KernelOf<Type, Layout::kKMajor, true, kWgradColumns>();
+  if (columns == 224) return KernelOf<Type, Layout::kEither, false, 224>();
+  if (columns == 256) return KernelOf<Type, Layout::kEither, false, 256>();
   return transposed ? KernelOfNarrow<Type, Layout::kKMajor>(columns)
                     : KernelOfNarrow<Type, Layout::kNMajor>(columns);
 }
@@ -150,8 +152,8 @@ FusedKernel KernelFor(bool transposed, int columns) {
 
 #define JIN_FUSED_KERNELS(Type)                                                                \
   template <>                                                                                  \
-  FusedKernel FusedKernelFor<ElementType::k##Type>(bool transposed, int columns) { \
-    return KernelFor<Type>(transposed, columns);                                        \
+  FusedKernel FusedKernelFor<ElementType::k##Type>(bool transposed, bool wgrad, int columns) { \
+    return KernelFor<Type>(transposed, wgrad, columns);                                        \
   }
 
 }  // namespace jax_intranode

@@ -14,6 +14,6 @@ struct FusedKernel {
 
 // The kernel of an element type for a call; HasFusedKernel says which there are.
 template <ElementType type>
-FusedKernel FusedKernelFor(bool transposed, int columns);
+FusedKernel FusedKernelFor(bool transposed, bool wgrad, int columns);
 
 }  // namespace jax_intranode

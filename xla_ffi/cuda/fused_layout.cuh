@@ -44,8 +44,6 @@ struct TileConfig {
   // The products of wider tiles only fit the registers of both: then each computes half of the
   // rows.
   static constexpr bool kAlternate = kColumns <= kMaxAlternatingColumns;
-  // Whether it also computes weight gradients, if the call has any.
-  static constexpr bool kWgrad = kColumns == kWgradColumns;
   static constexpr int kHalves = kAlternate ? 2 : 1;  // half chunks of rows per warpgroup
   static constexpr uint32_t kNextHalf =
       kAlternate ? kHalfChunk : kChunk;  // between its half chunks

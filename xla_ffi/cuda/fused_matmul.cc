@@ -185,9 +185,9 @@ void SetOrder(const Round& round, FusedParams* p) {
   p->pace_clocks = paces ? kPaceClocksPerChunk * p->k_chunks : 0;
 }
 
-FusedKernel KernelFor(ElementType type, bool transposed, int columns) {
-  return type == ElementType::kBF16 ? FusedKernelFor<ElementType::kBF16>(transposed, columns)
-                                    : FusedKernelFor<ElementType::kF16>(transposed, columns);
+FusedKernel KernelFor(ElementType type, bool transposed, bool wgrad, int columns) {
+  return type == ElementType::kBF16 ? FusedKernelFor<ElementType::kBF16>(transposed, wgrad, columns)
+                                    : FusedKernelFor<ElementType::kF16>(transposed, wgrad, columns);
 }
 
 // The number of blocks that the device can run at the same time.
@@ -234,7 +234,7 @@ void Launch(const Round& round, cudaStream_t stream) {
   SetWgrads(round, &p);
   SetOrder(round, &p);
   const FusedKernel kernel =
-      KernelFor(round.call.type, round.call.transposed, round.plan.tile_columns);
+      KernelFor(round.call.type, round.call.transposed, p.wgrads > 0, round.plan.tile_columns);
   void* arguments[] = {&p};
   CheckLaunch(cudaLaunchKernel(kernel.function, dim3(BlocksOf(kernel)), dim3(kThreads), arguments,
                                kernel.shared_bytes, stream));
@@ -273,9 +273,10 @@ void LoadFusedKernels() {
   if (major != kFusedComputeCapability) return;
   for (const ElementType type : {ElementType::kBF16, ElementType::kF16}) {
     for (const int columns : kTileColumns) {
-      BlocksOf(KernelFor(type, false, columns));
-      BlocksOf(KernelFor(type, true, columns));
+      BlocksOf(KernelFor(type, false, false, columns));
+      BlocksOf(KernelFor(type, true, false, columns));
     }
+    BlocksOf(KernelFor(type, true, true, kWgradColumns));
   }
 }
 

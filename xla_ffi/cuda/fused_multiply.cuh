@@ -121,7 +121,7 @@ class ProductSum {
 
 // A math warpgroup. It alternates tiles with the other one, and stores its products while the other
 // one multiplies. Or, if tiles are wide, it computes half of the rows of each tile.
-template <class Type, Layout kLayout, int kColumns>
+template <class Type, Layout kLayout, bool kWgrad, int kColumns>
 class Multiplier {
  public:
   JIN_FN Multiplier(const Block<kColumns>& b, uint32_t operations)
@@ -138,7 +138,7 @@ class Multiplier {
   JIN_FN void Run() {
     ClusterTileLoop<Block<kColumns>> tiles(b_);
     const auto stages = [&] {
-      return Config::kWgrad && IsWgrad(p_, tiles.number()) ? WgradStages(p_) : p_.k_chunks;
+      return kWgrad && IsWgrad(p_, tiles.number()) ? WgradStages(p_) : p_.k_chunks;
     };
     uint32_t fed = 0;  // stages before those of the tile
     for (int turn = 0; tiles.Next(); turn ^= 1, fed += stages()) {
@@ -147,7 +147,7 @@ class Multiplier {
       float d[kHalves][kColumns / 2];
       Multiply(tiles, tile, fed, d);
       const int row_tile = kClusterSize * tile.row_pair + RankInCluster();
-      const bool real = row_tile < (Config::kWgrad && tile.wgrad ? p_.wgrad_row_tiles : p_.row_tiles);
+      const bool real = row_tile < (kWgrad && tile.wgrad ? p_.wgrad_row_tiles : p_.row_tiles);
       uint32_t words[kHalfChunks][kWords];
       Round(d, words);
       if (Config::kWholeChunks && tiles.is_sent()) {
@@ -185,7 +185,7 @@ class Multiplier {
     const int first_stage = fed % Config::kStages;
     const uint32_t parity = fed / Config::kStages & 1;
     const int last_stage =
-        Config::kWgrad && tile.wgrad ? MultiplyStages<true, true>(first_stage, parity, WgradStages(p_), d)
+        kWgrad && tile.wgrad ? MultiplyStages<true, true>(first_stage, parity, WgradStages(p_), d)
         : IsNMajor<kLayout>(p_) ? MultiplyStages<false, true>(first_stage, parity, p_.k_chunks, d)
                                 : MultiplyStages<false, false>(first_stage, parity, p_.k_chunks, d);
     if (Config::kAlternate && ClusterTileLoop<Block<kColumns>>(tiles).Next()) {
@@ -280,7 +280,7 @@ class Multiplier {
       column = (tile.column - entry.first_tile) * kColumns;
     };
     RowTile rows = {0, row_tile * kTileRows};
-    if (Config::kWgrad && tile.wgrad) {
+    if (kWgrad && tile.wgrad) {
       goes_to(WgradOf(p_, tile.column));
     } else {
       goes_to(MatrixOf(p_, tile.column));
@@ -309,7 +309,7 @@ class Multiplier {
       }
     };
     static_assert(kHalfChunks % Config::kBuffers == 0);
-    if (!Config::kWholeChunks || !p_.reduce_scatter || (Config::kWgrad && tile.wgrad)) {
+    if (!Config::kWholeChunks || !p_.reduce_scatter || (kWgrad && tile.wgrad)) {
       JIN_UNROLL
       for (int i = 0; i < kHalfChunks; ++i) store(i);
       return;

@@ -1,10 +1,8 @@
 """Cases of operations in segments."""
 
-import dataclasses
 import functools
 import itertools
 from typing import Any
-from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -32,7 +30,6 @@ from jax.sharding import PartitionSpec as P
 
 import jax_intranode
 from jax_intranode._src.native import extension
-from jax_intranode._src.selection import config
 
 
 @case(operation=OPERATIONS, dtype=DTYPES)
@@ -97,7 +94,6 @@ def large_messages_in_segments(mib: int) -> None:
     mesh = line()
     if mesh.devices.flat[0].platform != "gpu":
         pytest.skip("needs GPUs; on CPU devices it would take minutes")
-    settings = dataclasses.replace(config.get(), segment_kib=4 << 10)
     n, count = mesh.size, (mib << 20) // 2
     part = count // n
 
@@ -131,13 +127,11 @@ def large_messages_in_segments(mib: int) -> None:
     for operation in (*OPERATIONS, "tree"):
         own = functools.partial(operand, count=part if operation == "all_gather" else count)
         make = jax.jit(sharded(lambda own=own: own(lax.axis_index("x")), mesh, (), P("x")))
-        by_variable = mock.patch.object(config, "get", lambda: settings)
-        with by_variable if operation in ("psum", "tree") else in_segments(4 << 20):
+        with in_segments(4 << 20):
             f = sharded(functools.partial(run, operation), mesh, P("x"), P("x"))
             program = compiled_of_ours(f, make(), donate_argnums=0)
         segments = max(segments_of(program.as_text()))
-        # Between two GPUs the table's own segments of a psum are of 8 MiB.
-        assert segments >= (mib // 2 if operation in ("psum", "tree") else mib // n) // 4
+        assert segments >= (mib if operation in ("psum", "tree") else mib // n) // 4
         compare = jax.jit(sharded(functools.partial(wrong, operation), mesh, P("x"), P("x")))
         handled = []
         for _ in range(4):

@@ -58,6 +58,8 @@ def test_every_axis(leading: tuple[int, ...], check_vma: bool) -> None:
 @pytest.mark.parametrize("m, k, n", [(0, 3, 4), (1, 0, 4), (1, 3, 0), (0, 0, 0), (129, 33, 1)])
 def test_sizes(m: int, k: int, n: int, check_vma: bool) -> None:
     """Odd dimensions, and empty ones, which XLA's collectives refuse."""
+    if 0 in (m, k, n) and jax.devices()[0].platform == "gpu":
+        pytest.skip("XLA:GPU crashes when it compiles this, also with jax.lax (jaxlib 0.11.2)")
 
     def body(x: Any, w: Any, one: Any) -> Any:
         y = matmul_reduce_scatter(all_gather_matmul(x, w, "x"), w.T, "x")

@@ -25,12 +25,10 @@ from jax_intranode._src.jax_private import (
     call_frames,
     equation_kinds,
     jaxpr_edit,
-    jaxpr_walk,
     trace_state,
 )
 from jax_intranode._src.ops.lowering_site import LoweringSite, device_ids
-from jax_intranode._src.rewrite.body import body_of
-from jax_intranode._src.rewrite.jaxprs import Rewriter
+from jax_intranode._src.rewrite.jaxprs import rewrite_shard_map
 
 # The mesh axes over which a dimension is sharded; none if it is not.
 Axes = tuple[str, ...]
@@ -134,8 +132,7 @@ class _Program(jaxpr_edit.JaxprRewriter):
         if traced is None or len(traced.eqns) != 1:
             return equation
         (new,) = traced.eqns
-        record = body_of(self._site, new.params)
-        Rewriter(record).rewrite(jaxpr_walk.body_of_shard_map(new.params))
+        _, record = rewrite_shard_map(self._site, new.params)
         if not record.taken():
             # What is taken is seen again when the shard_map is lowered; what is not, only here.
             record.refuse_if_strict("Collectives that XLA's partitioner adds to matmuls")

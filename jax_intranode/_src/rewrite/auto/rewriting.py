@@ -26,7 +26,7 @@ from jax_intranode._src.group import rendezvous
 from jax_intranode._src.health import failures
 from jax_intranode._src.jax_private import lax_collectives, lowering_hooks, trace_state
 from jax_intranode._src.ops.lowering_site import LoweringSite
-from jax_intranode._src.rewrite import agreement, hook, norms
+from jax_intranode._src.rewrite import agreement, mode, norms
 from jax_intranode._src.rewrite.auto import groups, overlap, plans, tails
 from jax_intranode._src.rewrite.auto.bodies import Bodies
 from jax_intranode._src.rewrite.auto.groups import Group, Member
@@ -117,19 +117,13 @@ class Outcome:
 _outcomes: weakref.WeakKeyDictionary[Any, dict[Any, Outcome]] = weakref.WeakKeyDictionary()
 
 
-class _Active(threading.local):
-    """What this thread does.
-
-    Attributes:
-        value: whether it rewrites a program: what it lowers for that is not rewritten again.
-        explaining: see `explaining`.
-    """
+class _Explaining(threading.local):
+    """Whether this thread is in `explaining`."""
 
     value = False
-    explaining = False
 
 
-_active = _Active()
+_explaining = _Explaining()
 
 
 def rewrite_program(module: Any, devices: Sequence[Any], platforms: Sequence[str]) -> Any:
@@ -147,17 +141,14 @@ def outcome_of(module: Any, devices: Sequence[Any], platforms: Sequence[str]) ->
     Raises:
         RuntimeError: as `rewrite_program`.
     """
-    if not hook.is_auto() or _active.value or len(devices) < 2:
+    if not mode.is_auto() or len(devices) < 2:
         return Outcome()
     known = _outcomes.setdefault(module, {})
     key = tuple(d.id for d in devices), tuple(platforms), rendezvous.generation(), propagated_only
     if key not in known:
-        _active.value = True
-        try:
+        with mode.enabled(mode.PART):
             known[key] = _rewritten(module, tuple(devices), tuple(platforms))
-        finally:
-            _active.value = False
-    if not _active.explaining:
+    if not _explaining.value:
         _refuse_if_strict(known[key])
     return known[key]
 
@@ -165,11 +156,11 @@ def outcome_of(module: Any, devices: Sequence[Any], platforms: Sequence[str]) ->
 @contextlib.contextmanager
 def explaining() -> Iterator[None]:
     """What this thread lowers inside is shown, and no error of JAX_INTRANODE_STRICT=1."""
-    before, _active.explaining = _active.explaining, True
+    before, _explaining.value = _explaining.value, True
     try:
         yield
     finally:
-        _active.explaining = before
+        _explaining.value = before
 
 
 def forget(module: Any) -> None:

@@ -11,7 +11,6 @@ from jax_intranode._src.health import call_sites
 from jax_intranode._src.jax_private import jaxpr_walk
 from jax_intranode._src.ops import norm_rules
 from jax_intranode._src.ops.lowering_site import LoweringSite
-from jax_intranode._src.rewrite.auto import partitioner
 from jax_intranode._src.rewrite.auto.groups import Group
 from jax_intranode._src.rewrite.auto.modules import (
     as_bytecode,
@@ -21,6 +20,7 @@ from jax_intranode._src.rewrite.auto.modules import (
     use_mesh,
     walk,
 )
+from jax_intranode._src.rewrite.auto.plans import partition_spec
 from jax_intranode._src.rewrite.auto.program import Program, source_of
 from jax_intranode._src.rewrite.jaxprs import rewrite_shard_map
 
@@ -93,8 +93,8 @@ class Bodies:
         mapped = jax.shard_map(
             body,
             mesh=self._program.mesh,
-            in_specs=tuple(partitioner.spec(one.spec) for one in inputs),
-            out_specs=[partitioner.spec(m.plan.result) for m in group.members for _ in m.outputs()],
+            in_specs=tuple(partition_spec(one.spec) for one in inputs),
+            out_specs=[partition_spec(m.plan.result) for m in group.members for _ in m.outputs()],
             check_vma=False,
         )
         traced = jax.jit(_named(mapped, body.__name__)).trace(*[one.aval for one in inputs])

@@ -96,14 +96,7 @@ class Member:
         """Its results on a device, from its gathered operands."""
         assert self.kind.compute is not None  # as there is a plan
         count = len(self.found.values)
-        result = self.kind.compute(*operands[:count])
-        for each in self.plan.sums:
-            if each.dimension is None:
-                result = lax.psum(result, each.axes)
-            else:
-                result = lax.psum_scatter(
-                    result, each.axes, scatter_dimension=each.dimension, tiled=True
-                )
+        result = self.plan.summed(self.kind.compute(*operands[:count]))
         return self.tail(result, operands[count:]) if self.tail else [result]
 
     def communicates(self) -> bool:

@@ -123,24 +123,8 @@ def _dot_general(operation: Any) -> Kind:
             getattr(lax.Precision, str(stablehlo.PrecisionAttr(x).value))
             for x in attributes["precision_config"]
         )
-    new, of_operands, result_labels = 0, [], []
-    of_batch = list(range(len(batch[0])))
-    of_contracting = [len(of_batch) + i for i in range(len(contracting[0]))]
-    new = len(of_batch) + len(of_contracting)
-    result_labels = list(of_batch)
-    for side, value in enumerate(operation.operands):
-        own = []
-        for i in range(len(ir.RankedTensorType(value.type).shape)):
-            if i in batch[side]:
-                own.append(of_batch[batch[side].index(i)])
-            elif i in contracting[side]:
-                own.append(of_contracting[contracting[side].index(i)])
-            else:
-                own.append(new)
-                result_labels.append(new)
-                new += 1
-        of_operands.append(tuple(own))
-    labels = Labels(tuple(of_operands), tuple(result_labels))
+    ranks = [len(ir.RankedTensorType(value.type).shape) for value in operation.operands]
+    labels = plans.dot_labels(contracting, batch, ranks)
     result = aval(operation.results[0])
     if "algorithm" in attributes or result is None:
         reason = "a dot algorithm" if result else UNKNOWN_DTYPE

@@ -35,7 +35,6 @@ from jax_intranode._src.rewrite.auto.modules import (
     manual_axes_attribute,
     number,
     operations,
-    owner,
 )
 from jax_intranode._src.rewrite.auto.operations import Found, find
 from jax_intranode._src.rewrite.auto.program import NOTHING_SHARDED, Program, source_of
@@ -302,25 +301,22 @@ class _Rewriting:
         return None
 
     def _found(self, block: Any) -> list[Found]:
-        """The operations of a block that communicate, in order."""
+        """The operations of a block that communicate or use what one gathers, in order."""
         found: list[Found] = []
-        gathered: dict[int, Found] = {}
+        gathered: set[Any] = set()
         for operation in operations(block):
-            of_gathered = bool(gathered) and any(
-                maker is not None and number(maker) in gathered
-                for maker in map(owner, operation.operands)
-            )
-            each = find(operation, self._program, of_gathered)
-            if each is not None:
+            each = find(operation, self._program)
+            if each is not None and (each.sends or not gathered.isdisjoint(each.values)):
                 found.append(each)
-                gathered.update(groups.reshards_that_gather([each]))
+                if each.is_gather:
+                    gathered.add(operation.results[0])
         return found
 
     def _leave_all(self, found: Sequence[Found], reason: str | None) -> None:
         for each in found:
             if each.plan is None:
                 self._record(each, each.reason)
-            elif each.plan.gathers or each.plan.sums or each.kind.axes:
+            elif each.sends:
                 self._record(each, reason, missed=reason is not None)
 
     def _record(
@@ -361,11 +357,11 @@ class _Rewriting:
         self, block: Any, manual: frozenset[str], found: Sequence[Found]
     ) -> list[Any]:
         """Replaces what it can; returns what identifies that."""
-        gathering = groups.reshards_that_gather(found)
+        gathered = {each.operation.results[0]: each for each in found if each.is_gather}
         for each in found:
             if each.plan is None:
                 self._record(each, each.reason)
-        members = [groups.member_of(each, gathering) for each in found if each.plan is not None]
+        members = [groups.member_of(each, gathered) for each in found if each.plan is not None]
         members = [member for member in members if member.communicates()]
         left = overlap.overlapped(members, block, self._sizes) if self._on_gpus() else {}
         if self._on_gpus() and overlap.permutes(block, self._program) >= len(members):
@@ -402,8 +398,8 @@ class _Rewriting:
         reasons = {id(m): self._bodies.judged(Group([m])).left for m in members}
         by_gather: dict[Any, list[Any]] = {}
         for member in members:
-            for one, gathers in member.gathered():
-                by_gather.setdefault((one.value, one.spec, gathers), []).append(member)
+            for one in member.gathered():
+                by_gather.setdefault((one.value, one.spec, one.gathers), []).append(member)
         todo = [m for m in members if reasons[id(m)] is not None]
         while todo:
             member = todo.pop()
@@ -490,7 +486,7 @@ class _Rewriting:
 
     def _is_only_joined(self, reshard: Any, members: Sequence[Any]) -> bool:
         """Whether all users of a reshard gather its operand themselves."""
-        if reshard.kind.name not in ("reshard", "all_gather") or not reshard.plan.gathers:
+        if not reshard.found.is_gather:
             return False
         result = reshard.found.operation.results[0]
         joined = {

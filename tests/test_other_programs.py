@@ -13,7 +13,7 @@ PROGRAM = """
 import jax
 import jax.numpy as jnp
 
-from jax_intranode._src.rewrite import hook
+from jax_intranode._src.rewrite import mode
 
 REPOSITORY, COMMIT, FOLDER, PACKAGES, TOLERANCE = "none", "none", "some/folder", (), 1e-6
 
@@ -44,7 +44,7 @@ def run(
     )
 
 
-CHANGED = "(0 if hook.enabled.value is None else 0.001)"
+CHANGED = "(0 if mode.enabled.value is None else 0.001)"
 PMEAN = "lambda v: jax.lax.pmean(v, 'i')"
 
 

@@ -394,7 +394,7 @@ def test_a_jaxlib_without_propagation(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(switch, "PIPELINE", "builtin.module(sdy-no-such-pass)")
     with pytest.raises(RuntimeError, match="leave out auto=True"):
         jax_intranode.install(auto=True)
-    assert not switch.hook.enabled.value
+    assert not switch.mode.enabled.value
 
 
 @pytest.fixture

@@ -14,7 +14,8 @@ from jax.sharding import PartitionSpec as P
 
 import jax_intranode
 from jax_intranode._src.jax_private import hlo
-from jax_intranode._src.rewrite.explicit import communication
+from jax_intranode._src.rewrite.auto.plans import Gather, Sum
+from jax_intranode._src.rewrite.explicit import plan_of
 
 N = len(jax.devices())
 
@@ -130,13 +131,13 @@ M, D = ("model",), ("data",)
 @pytest.mark.parametrize(
     ("left", "right", "result", "wanted"),
     [
-        (((), M), (M, ()), ((), ()), (None, M, None)),
-        ((D, M), (M, ()), (D, ()), (None, M, None)),
-        (((), M), (M, ()), (M, ()), (None, M, 0)),
-        (((), M), (M, ()), ((), M), (None, M, 1)),
-        ((M, ()), ((), ()), ((), ()), ((0, 0, M), (), None)),
-        ((M, ()), ((), D), ((), D), ((0, 0, M), (), None)),
-        (((), ()), ((), M), ((), ()), ((1, 1, M), (), None)),
+        (((), M), (M, ()), ((), ()), Sum(M)),
+        ((D, M), (M, ()), (D, ()), Sum(M)),
+        (((), M), (M, ()), (M, ()), Sum(M, 0)),
+        (((), M), (M, ()), ((), M), Sum(M, 1)),
+        ((M, ()), ((), ()), ((), ()), Gather(0, 0, M)),
+        ((M, ()), ((), D), ((), D), Gather(0, 0, M)),
+        (((), ()), ((), M), ((), ()), Gather(1, 1, M)),
         ((D, ()), ((), M), (D, M), None),  # nothing to communicate
         (((), M), ((), ()), ((), ()), None),  # contracted over a dimension that only one has
         ((D, M), (M, ()), ((), ()), None),  # a sum and a gather
@@ -145,5 +146,5 @@ M, D = ("model",), ("data",)
     ],
 )
 def test_communication(left: Any, right: Any, result: Any, wanted: Any) -> None:
-    found = communication((((1,), (0,)), ((), ())), left, right, result)
-    assert (found and (found.gather, found.reduce, found.scatter)) == wanted
+    plan = plan_of((((1,), (0,)), ((), ())), (left, right), result)
+    assert (plan and (*plan.gathers, *plan.sums)) == (wanted and (wanted,))

@@ -17,8 +17,7 @@ import jax_intranode
 from jax_intranode._src.jax_private import jaxpr_walk, lax_collectives, lowering_context
 from jax_intranode._src.ops.lowering_site import LoweringSite
 from jax_intranode._src.ops.primitive import BY_PRIMITIVE
-from jax_intranode._src.rewrite import hook
-from jax_intranode._src.rewrite.jaxprs import Rewriter
+from jax_intranode._src.rewrite.jaxprs import rewrite_shard_map
 from jax_intranode._src.selection import table
 
 N = len(jax.devices())
@@ -42,9 +41,8 @@ def rewritten_body(equation: Any) -> tuple[Any, Any, Any]:
     mesh, manual = jaxpr_walk.mesh_of_shard_map(equation.params)
     assert mesh is not None
     platform = lowering_context.device_platform(mesh.devices.flat[0])
-    body = hook.body_of(LoweringSite(mesh, manual, (platform,)), equation.params)
-    before = jaxpr_walk.body_of_shard_map(equation.params)
-    return before, Rewriter(body).rewrite(before), body
+    site = LoweringSite(mesh, manual, (platform,))
+    return jaxpr_walk.body_of_shard_map(equation.params), *rewrite_shard_map(site, equation.params)
 
 
 def names(jaxpr: Any) -> list[str]:

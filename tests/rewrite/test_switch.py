@@ -246,7 +246,7 @@ def refused(enable):
     except RuntimeError as error:
         print(error)
     assert mlir._lowerings[shard_map.shard_map_p] is rule and pxla._cached_lowering_to_hlo is lower
-    assert switch._enabled.value is None
+    assert switch.mode.enabled.value is None
 refused(jax_intranode.install)
 refused(jax_intranode.accelerate().__enter__)
 """

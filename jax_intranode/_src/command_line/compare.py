@@ -37,7 +37,7 @@ import jax_intranode
 from jax_intranode._src.command_line.launcher import all_ranks
 from jax_intranode._src.jax_private import trace_state
 from jax_intranode._src.report import calls
-from jax_intranode._src.rewrite import hook
+from jax_intranode._src.rewrite import mode
 
 STEPS = 40
 PLAIN, ACCELERATED = "plain", "accelerated"
@@ -142,7 +142,7 @@ class _Lowered(_Instead):
     def __init__(self, jitted: _Jitted, args: Any, kwargs: Any) -> None:
         self._jitted = jitted
         self._traced = functools.partial(jitted._made, *args, **kwargs)
-        with hook.enabled(None):
+        with mode.enabled(None):
             self._made = jitted._made.lower(*args, **kwargs)
 
     def compile(self, *args: Any, **kwargs: Any) -> Any:
@@ -164,7 +164,7 @@ class _Compiled(_Instead):
         return jitted._comparison.call(jitted._function, self._run, args, kwargs, self._traced)
 
     def _run(self, *args: Any, **kwargs: Any) -> Any:
-        return (self._accelerated if hook.enabled.value else self._made)(*args, **kwargs)
+        return (self._accelerated if mode.enabled.value else self._made)(*args, **kwargs)
 
 
 class Comparison:
@@ -206,7 +206,7 @@ class Comparison:
         return _Jitted(made, self, known)
 
     def _context(self, program: str) -> Any:
-        return self.accelerate() if program == ACCELERATED else hook.enabled(None)
+        return self.accelerate() if program == ACCELERATED else mode.enabled(None)
 
     def call(
         self,

@@ -26,8 +26,9 @@ from jax_intranode._src.jax_private import (
 )
 from jax_intranode._src.ops import fallback, primitive
 from jax_intranode._src.ops.lowering_site import LoweringSite
-from jax_intranode._src.rewrite import agreement, hook
+from jax_intranode._src.rewrite import mode
 from jax_intranode._src.rewrite.auto import rewriting
+from jax_intranode._src.rewrite.jaxprs import rewrite_shard_map
 from jax_intranode._src.selection import config, select
 
 # Where a collective of a program comes from.
@@ -133,7 +134,7 @@ class _Rewriting:
 
     def __init__(self, site: LoweringSite, params: dict[str, Any]):
         """Rewrites the body as lowering does."""
-        self.jaxpr, self._body = hook.rewrite(site, params)
+        self.jaxpr, self._body = rewrite_shard_map(site, params)
         # By identity: the body keeps the equations.
         self._reasons = {id(d.equation): d.reason for d in self._body.decisions}
         self._own: set[int] = set()
@@ -184,7 +185,7 @@ def _inner_jaxprs(equation: Any, context: Context) -> Iterator[tuple[Any, Contex
         mesh, manual = shard_map
         site = LoweringSite(mesh, manual, () if mesh is None else platforms_of(mesh))
         rewriting = None
-        if hook.enabled.value:
+        if mode.enabled.value:
             rewriting = _Rewriting(site, equation.params)
     transposed = context.transposed or "transpose" in call_frames.scopes_of(equation)
     for inner in jaxpr_walk.inner_jaxprs(equation, next(iter(site.platforms), None)):
@@ -324,7 +325,7 @@ def calls_of_partitioner(outcome: rewriting.Outcome, outside: Context) -> Iterat
     for record in outcome.records:
         times = None if record.in_loop else 1
         if record.jaxpr is not None:
-            with agreement.decided():
+            with mode.enabled(mode.PART):
                 calls = list(calls_in(record.jaxpr, outside))
             for call in calls:
                 yield dataclasses.replace(

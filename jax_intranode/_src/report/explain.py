@@ -13,7 +13,7 @@ from jax_intranode._src.jax_private import hlo, jaxpr_walk, lowering_hooks, trac
 from jax_intranode._src.ops.lowering_site import LoweringSite
 from jax_intranode._src.report import calls
 from jax_intranode._src.report.calls import Call
-from jax_intranode._src.rewrite import explicit, hook
+from jax_intranode._src.rewrite import explicit, mode
 from jax_intranode._src.rewrite.auto import rewriting
 
 
@@ -139,16 +139,16 @@ class Explainer:
             )
         jaxpr = jaxpr_walk.without_dead_code(traced.jaxpr)
         mesh = trace_state.set_mesh()
-        if hook.enabled.value and mesh is not None:
+        if mode.enabled.value and mesh is not None:
             jaxpr = explicit.rewrite_program(jaxpr, calls.platforms_of(mesh))
         outside = calls.Context(LoweringSite(None, frozenset(), ()))
         found = tuple(calls.calls_in(jaxpr, outside))
-        if not self._compiled and not hook.is_auto():
+        if not self._compiled and not mode.is_auto():
             return Explanation(found)
         with rewriting.explaining():
             program = traced.lower()
         left = None
-        place = lowering_hooks.lowered_by_jax(program) if hook.is_auto() else None
+        place = lowering_hooks.lowered_by_jax(program) if mode.is_auto() else None
         if place is not None:
             with rewriting.explaining():
                 outcome = rewriting.outcome_of(*place)

@@ -1,7 +1,7 @@
 """Rewrites programs that call jax.lax when JAX lowers them, so that this package runs them.
 
 - switch.py: the public functions that turn it on and off;
-- hook.py: what runs when JAX lowers a program;
+- mode.py: which programs are rewritten; hook.py: what runs when JAX lowers a program;
 - auto/: what XLA's partitioner adds to plain jit programs under Auto axes;
 - explicit.py: matmuls of plain jit programs under Explicit axes;
 - jaxprs.py: rewrites the body of a shard_map (body.py), and the jaxprs inside;

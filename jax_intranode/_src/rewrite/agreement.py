@@ -17,10 +17,8 @@ They also compare what they would replace in the first program, and leave everyt
 differs. After that nobody waits.
 """
 
-import contextlib
 import hashlib
 import logging
-import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, NoReturn
@@ -50,7 +48,7 @@ def reason_not_to_rewrite(mesh: jax.sharding.Mesh, body: Any) -> str | None:
     Raises:
         CommunicationError: a process is gone. With lax the others would wait for it without end.
     """
-    if len(_processes(mesh)) == 1 or _decided.value:
+    if len(_processes(mesh)) == 1:
         return None
     if jax.process_index() not in _processes(mesh):
         return rendezvous.NOT_HERE
@@ -69,25 +67,6 @@ def reason_not_to_rewrite(mesh: jax.sharding.Mesh, body: Any) -> str | None:
 
 
 # Auto-sharded programs.
-
-
-class _Decided(threading.local):
-    """Whether what this thread lowers is part of a program that the processes agree on."""
-
-    value = False
-
-
-_decided = _Decided()
-
-
-@contextlib.contextmanager
-def decided() -> Iterator[None]:
-    """The bodies that this thread rewrites inside belong to a program that is agreed on."""
-    before, _decided.value = _decided.value, True
-    try:
-        yield
-    finally:
-        _decided.value = before
 
 
 @dataclass

@@ -8,7 +8,7 @@ from jax_intranode._src.health import call_sites
 from jax_intranode._src.jax_private import call_frames, jaxpr_walk, lax_collectives
 from jax_intranode._src.ops import primitive
 from jax_intranode._src.ops.lowering_site import LoweringSite
-from jax_intranode._src.rewrite import agreement
+from jax_intranode._src.rewrite import agreement, mode
 from jax_intranode._src.selection import config
 
 
@@ -93,7 +93,7 @@ def body_of(site: LoweringSite, params: dict[str, Any]) -> Body:
     """The body of a shard_map at a lowering site, with the reason if it is left as it is."""
     site = site.traced_here()
     reason = site.reason_for_lax()
-    if reason is None:
+    if reason is None and mode.enabled.value != mode.PART:
         assert site.mesh is not None  # or there would be a reason
         reason = agreement.reason_not_to_rewrite(site.mesh, jaxpr_walk.body_of_shard_map(params))
     return Body(site, params, reason)

@@ -128,7 +128,6 @@ class Dataflow:
         self._known: dict[Any, Any] = {}
         self._numbers: dict[Hashable, int] = {}
         self._views: dict[Var, View] = {}
-        self._sources: dict[Var, Any] = {}
         self._kinds: dict[int, int] = {}
 
     def number(self, *properties: Hashable) -> int:
@@ -204,24 +203,15 @@ class Dataflow:
         return found
 
     @cached_property
-    def matmuls_of(self) -> dict[Var, list[tuple[Matmul, int]]]:
-        """The matmuls with an operand made from a variable that is a `source`, and which one."""
+    def matmuls_of(self) -> dict[Var, list[tuple[Matmul, int, View]]]:
+        """The matmuls that multiply a variable or a `view` of it; as which operand and view."""
         found = defaultdict(list)
         for matmul, side in itertools.product(self.matmuls.values(), (0, 1)):
-            found[self.source(matmul.equation.invars[side])].append((matmul, side))
-        return found
-
-    def source(self, v: Any) -> Any:
-        """What a variable is made from by reshapes, transpositions and casts."""
-        found = self._sources.get(v)
-        if found is None:
-            found, equation = v, self.maker(v)
-            while equation is not None and is_layout(equation, cast=True):
-                if not isinstance(equation.invars[0], Var):
-                    break
-                (found,) = equation.invars
-                equation = self.maker(found)
-            self._sources[v] = found
+            operand = matmul.equation.invars[side]
+            found[operand].append((matmul, side, itself(operand)))
+            view = self.view(operand)
+            if view.path:
+                found[view.source].append((matmul, side, view))
         return found
 
     def view(self, v: Var) -> View:

@@ -12,7 +12,6 @@ it is.
 
 import weakref
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -25,15 +24,11 @@ from jax_intranode._src.jax_private import (
     call_frames,
     equation_kinds,
     jaxpr_edit,
-    jaxpr_walk,
     trace_state,
 )
 from jax_intranode._src.ops.lowering_site import LoweringSite, device_ids
-from jax_intranode._src.rewrite.body import body_of
-from jax_intranode._src.rewrite.jaxprs import Rewriter
-
-# The mesh axes over which a dimension is sharded; none if it is not.
-Axes = tuple[str, ...]
+from jax_intranode._src.rewrite.auto.plans import Plan, Spec, dot_labels, partition_spec, plans
+from jax_intranode._src.rewrite.jaxprs import rewrite_shard_map
 
 # What became of a program on some devices. It must live as long as the program, because JAX's cache
 # of lowerings does not keep its keys alive.
@@ -64,21 +59,6 @@ def _all_explicit(mesh: jax.sharding.Mesh) -> bool:
     return all(kind is AxisType.Explicit or mesh.shape[name] == 1 for name, kind in kinds)
 
 
-@dataclass(frozen=True)
-class _Communication:
-    """What a matmul over sharded arrays communicates.
-
-    Attributes:
-        gather: the operand that is gathered, its dimension and the axes; None if there is none.
-        reduce: the axes over which products are summed.
-        scatter: the dimension of the result that the sum is scattered along; None if it is not.
-    """
-
-    gather: tuple[int, int, Axes] | None
-    reduce: Axes
-    scatter: int | None
-
-
 class _Program(jaxpr_edit.JaxprRewriter):
     """Rewrites the jaxprs of one program."""
 
@@ -98,34 +78,24 @@ class _Program(jaxpr_edit.JaxprRewriter):
             return equation
         if equation.outvars[0].aval.dtype == np.bool_:  # lax.psum would count
             return equation
-        found = communication(equation.params["dimension_numbers"], left, right, result)
-        if found is None:
-            return equation
-        return self._as_shard_map(equation, found, [left, right, result])
+        plan = plan_of(equation.params["dimension_numbers"], (left, right), result)
+        return equation if plan is None else self._as_shard_map(equation, plan)
 
-    def _as_shard_map(self, equation: Any, found: _Communication, specs: Sequence[Any]) -> Any:
+    def _as_shard_map(self, equation: Any, plan: Plan) -> Any:
         how = {k: v for k, v in equation.params.items() if k != "out_sharding"}
 
         def body(*operands: Any) -> Any:
-            x, w = operands
-            if found.gather is not None:
-                operand, dimension, axes = found.gather
-                whole = lax.all_gather(operands[operand], axes, axis=dimension, tiled=True)
-                x, w = (whole, w) if operand == 0 else (x, whole)
-            product = lax.dot_general(x, w, **how)
-            if not found.reduce:
-                return product
-            if found.scatter is None:
-                return lax.psum(product, found.reduce)
-            return lax.psum_scatter(
-                product, found.reduce, scatter_dimension=found.scatter, tiled=True
-            )
+            whole = list(operands)
+            for of in plan.gathers:
+                whole[of.operand] = lax.all_gather(
+                    whole[of.operand], of.axes, axis=of.dimension, tiled=True
+                )
+            return plan.summed(lax.dot_general(*whole, **how))
 
-        *of_operands, of_result = (P(*(axes or None for axes in spec)) for spec in specs)
         sharded = jax.shard_map(
             call_frames.as_called_by(equation, body),
-            in_specs=tuple(of_operands),
-            out_specs=of_result,
+            in_specs=tuple(map(partition_spec, plan.operands)),
+            out_specs=partition_spec(plan.result),
             check_vma=False,
         )
         assert self._site.mesh is not None
@@ -134,8 +104,7 @@ class _Program(jaxpr_edit.JaxprRewriter):
         if traced is None or len(traced.eqns) != 1:
             return equation
         (new,) = traced.eqns
-        record = body_of(self._site, new.params)
-        Rewriter(record).rewrite(jaxpr_walk.body_of_shard_map(new.params))
+        _, record = rewrite_shard_map(self._site, new.params)
         if not record.taken():
             # What is taken is seen again when the shard_map is lowered; what is not, only here.
             record.refuse_if_strict("Collectives that XLA's partitioner adds to matmuls")
@@ -152,7 +121,7 @@ def _avals(equation: Any) -> list[Any]:
     return [v.aval for v in equation.invars]
 
 
-def _spec(aval: Any) -> tuple[Axes, ...] | None:
+def _spec(aval: Any) -> Spec | None:
     """The axes of each dimension; None if the sharding is of another kind."""
     sharding = aval.sharding
     spec = sharding.spec
@@ -167,43 +136,9 @@ def _spec(aval: Any) -> tuple[Axes, ...] | None:
     )
 
 
-def communication(
-    dimension_numbers: Any,
-    left: Sequence[Axes],
-    right: Sequence[Axes],
-    result: Sequence[Axes],
-) -> _Communication | None:
-    """What a dot_general communicates; None if nothing, or if it is of no kind that we replace.
-
-    `left`, `right` and `result` have the axes of each dimension.
-    """
-    (contracted_left, contracted_right), (batch_left, batch_right) = dimension_numbers
-    reduce: Axes = ()
-    for i, j in zip(contracted_left, contracted_right, strict=True):
-        if left[i] != right[j]:
-            return None
-        reduce += left[i]
-    for k, (i, j) in enumerate(zip(batch_left, batch_right, strict=True)):
-        if not left[i] == right[j] == result[k]:
-            return None
-    gather: tuple[int, int, Axes] | None = None
-    scatter: int | None = None
-    dimension = len(batch_left)
-    for operand, (spec, others) in enumerate(
-        ((left, (*contracted_left, *batch_left)), (right, (*contracted_right, *batch_right)))
-    ):
-        for i, before in enumerate(spec):
-            if i in others:
-                continue
-            after = result[dimension]
-            if before != after:
-                if before and not after and gather is None:
-                    gather = operand, i, before
-                elif not before and after == reduce and scatter is None:
-                    scatter = dimension
-                else:
-                    return None
-            dimension += 1
-    if (gather is None) == (not reduce):
-        return None
-    return _Communication(gather, reduce, scatter)
+def plan_of(dimension_numbers: Any, operands: tuple[Spec, Spec], result: Spec) -> Plan | None:
+    """How a dot_general communicates, if one gather or one sum is the only way; None otherwise."""
+    contracting, batch = dimension_numbers
+    labels = dot_labels(contracting, batch, [len(spec) for spec in operands])
+    found = [p for p in plans(labels, operands, result) if len(p.gathers) + len(p.sums) == 1]
+    return found[0] if len(found) == 1 and found[0].operands == operands else None

@@ -43,12 +43,9 @@ def fusions(
         return
     for matmul in flow.matmuls.values():
         for side in (0, 1):
-            operand = matmul.equation.invars[side]
-            position = flow.made_at.get(flow.source(operand), -1)
-            if position not in gathers:
-                continue
-            view = flow.cast_view(operand)
-            if flow.made_at.get(view.source) == position:
+            view = flow.cast_view(matmul.equation.invars[side])
+            position = flow.made_at.get(view.source, -1)
+            if position in gathers:
                 x, w = factored(matmul, view, side, flow)
                 uses[position].append(Product(matmul, side, x, w, flow.tail(matmul)))
     for position, products in uses.items():

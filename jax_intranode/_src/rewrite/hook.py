@@ -7,27 +7,13 @@ from typing import Any
 
 import jax
 
-from jax_intranode._src.jax_private import jaxpr_walk, lowering_context, lowering_hooks, trace_state
+from jax_intranode._src.jax_private import jaxpr_walk, lowering_context, trace_state
 from jax_intranode._src.ops.lowering_site import LoweringSite, device_ids
-from jax_intranode._src.rewrite.body import Body, body_of
+from jax_intranode._src.rewrite import mode
 from jax_intranode._src.rewrite.explicit import rewrite_program
-from jax_intranode._src.rewrite.jaxprs import Rewriter, has_collectives
+from jax_intranode._src.rewrite.jaxprs import has_collectives, rewrite_shard_map
 
 _log = logging.getLogger("jax_intranode")
-
-# Part of the key of all of JAX's caches. None: programs are not rewritten. ON: they are. AUTO: they
-# are, and so is what XLA's partitioner adds. PART: what is lowered becomes a part of a program.
-# While a program is lowered that names no devices, (ON or AUTO, the ids of the devices of
-# jax.set_mesh).
-enabled = lowering_hooks.cache_key_context()
-ON = "rewrite"
-AUTO = "rewrite, and what XLA's partitioner adds"
-PART = "rewrite a part of a program"
-
-
-def is_auto() -> bool:
-    """Whether collectives that XLA's partitioner adds are replaced here."""
-    return bool(enabled.value == AUTO)
 
 
 class _Totals(threading.local):
@@ -48,7 +34,7 @@ def lower_program(jaxpr: Any, platforms: tuple[str, ...], lower: Callable[[Any],
     reuse its lowering, which holds device ids, for a mesh with other devices. Hence the devices are
     part of the cache's key while such a program is lowered.
     """
-    if not enabled.value:
+    if not mode.enabled.value:
         return lower(jaxpr)
     # Lowering one program may compile another, for instance to compute a constant.
     around = _totals.program, _totals.taken, _totals.left
@@ -56,11 +42,11 @@ def lower_program(jaxpr: Any, platforms: tuple[str, ...], lower: Callable[[Any],
     try:
         jaxpr = rewrite_program(jaxpr, platforms)
         mesh = trace_state.set_mesh()
-        on = enabled.value
+        on = mode.enabled.value
         key = (on, device_ids(mesh)) if mesh is not None and _over_set_mesh(jaxpr) else on
-        with enabled(key):
+        with mode.enabled(key):
             lowered = lower(jaxpr)
-        if _totals.taken + _totals.left and on != PART:
+        if _totals.taken + _totals.left and on != mode.PART:
             _log.info(
                 "Lowered %s: %d collectives of jax.lax replaced, %d left.",
                 _totals.program,
@@ -78,7 +64,7 @@ def rewrite_body(ctx: Any, params: dict[str, Any]) -> Any:
     It raises as `Body.refuse_if_strict`.
     """
     jaxpr = jaxpr_walk.body_of_shard_map(params)
-    if not enabled.value or not has_collectives(jaxpr):
+    if not mode.enabled.value or not has_collectives(jaxpr):
         return jaxpr
     mesh, manual = jaxpr_walk.mesh_of_shard_map(params)
     site = LoweringSite(
@@ -87,20 +73,14 @@ def rewrite_body(ctx: Any, params: dict[str, Any]) -> Any:
         lowering_context.lowering_platforms(ctx),
         lowering_context.lowering_for_export(ctx),
     )
-    if is_auto() and site.auto_axes() and not site.for_export:
+    if mode.is_auto() and site.auto_axes() and not site.for_export:
         return jaxpr  # once it is known how its arrays are sharded over the other axes: see auto/
-    rewritten, body = rewrite(site, params)
+    rewritten, body = rewrite_shard_map(site, params)
     body.refuse_if_strict("Collectives of jax.lax")
     _totals.program = lowering_context.lowering_program_name(ctx)
     _totals.taken += body.taken()
     _totals.left += body.left()
     return rewritten
-
-
-def rewrite(site: LoweringSite, params: dict[str, Any]) -> tuple[Any, Body]:
-    """The rewritten jaxpr of a shard_map's body, and what became of its collectives."""
-    body = body_of(site, params)
-    return Rewriter(body).rewrite(jaxpr_walk.body_of_shard_map(params)), body
 
 
 def _over_set_mesh(jaxpr: Any) -> bool:

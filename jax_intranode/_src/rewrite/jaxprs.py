@@ -7,8 +7,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from jax_intranode._src.jax_private import jaxpr_edit, jaxpr_walk, lax_collectives
+from jax_intranode._src.ops.lowering_site import LoweringSite
 from jax_intranode._src.rewrite import collectives, norms, sums
-from jax_intranode._src.rewrite.body import Body
+from jax_intranode._src.rewrite.body import Body, body_of
 from jax_intranode._src.rewrite.matmuls import MatmulRewriter
 
 # Whether a jaxpr, or one inside it, has a collective of lax that this package may replace.
@@ -57,3 +58,9 @@ class Rewriter(jaxpr_edit.JaxprRewriter):
                 if collective is not None and collective.axes:
                     reason = f"inside {equation.primitive.name}, where nothing is rewritten"
                     self.body.decide(one, reason, missed=True)
+
+
+def rewrite_shard_map(site: LoweringSite, params: dict[str, Any]) -> tuple[Any, Body]:
+    """The rewritten jaxpr of a shard_map's body, and what became of its collectives."""
+    body = body_of(site, params)
+    return Rewriter(body).rewrite(jaxpr_walk.body_of_shard_map(params)), body

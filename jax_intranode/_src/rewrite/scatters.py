@@ -293,12 +293,8 @@ class _Sum:
         columns = plain.operation.operands[terms].shape[0]
         found: dict[Any, list[tuple[int, Product, WeightGradient]]] = defaultdict(list)
         for k, x in enumerate(xs):
-            for matmul, side in flow.matmuls_of[flow.source(x.source)]:
+            for matmul, side, view in flow.matmuls_of[x.source]:
                 if matmul.position in plain.removed:
-                    continue
-                operand = matmul.equation.invars[side]
-                view = dataflow.itself(x.source) if operand is x.source else flow.view(operand)
-                if view.source is not x.source:
                     continue
                 product = Product(
                     matmul, side, *factored(matmul, view, side, flow), flow.tail(matmul)

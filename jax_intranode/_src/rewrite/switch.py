@@ -6,14 +6,10 @@ import threading
 from typing import Any
 
 from jax_intranode._src.jax_private import lowering_hooks
-from jax_intranode._src.rewrite import hook
+from jax_intranode._src.rewrite import hook, mode
 from jax_intranode._src.rewrite.auto import rewriting
 from jax_intranode._src.rewrite.auto.program import PIPELINE
 from jax_intranode._src.selection import config
-
-# Whether programs are rewritten here. JAX compiles a function anew when the value changes, so the
-# value chooses between the programs that were compiled with and without.
-_enabled = hook.enabled
 
 
 def install(*, auto: bool = False) -> None:
@@ -52,13 +48,13 @@ def install(*, auto: bool = False) -> None:
     if not config.get().disable:
         _hook(auto)
         _installed.auto = auto
-        _enabled.set_global(hook.AUTO if auto else hook.ON)
+        mode.enabled.set_global(mode.AUTO if auto else mode.ON)
 
 
 def uninstall() -> None:
     """Undoes `install`; functions that were compiled with it are compiled again when called."""
     _installed.auto = False
-    _enabled.set_global(None)
+    mode.enabled.set_global(None)
 
 
 def _hook(auto: bool) -> None:
@@ -95,7 +91,7 @@ class _Depth(threading.local):
             context.__exit__(None, None, None)
         if self.count and not config.get().disable:
             auto = self.autos or _installed.auto
-            self.context = _enabled(hook.AUTO if auto else hook.ON)
+            self.context = mode.enabled(mode.AUTO if auto else mode.ON)
             self.context.__enter__()
 
 

@@ -11,8 +11,6 @@ from jax_intranode._src.health import call_sites
 from jax_intranode._src.jax_private import jaxpr_walk
 from jax_intranode._src.ops import norm_rules
 from jax_intranode._src.ops.lowering_site import LoweringSite
-from jax_intranode._src.rewrite import agreement, hook
-from jax_intranode._src.rewrite.auto import partitioner
 from jax_intranode._src.rewrite.auto.groups import Group
 from jax_intranode._src.rewrite.auto.modules import (
     as_bytecode,
@@ -22,9 +20,9 @@ from jax_intranode._src.rewrite.auto.modules import (
     use_mesh,
     walk,
 )
+from jax_intranode._src.rewrite.auto.plans import partition_spec
 from jax_intranode._src.rewrite.auto.program import Program, source_of
-from jax_intranode._src.rewrite.body import body_of
-from jax_intranode._src.rewrite.jaxprs import Rewriter
+from jax_intranode._src.rewrite.jaxprs import rewrite_shard_map
 
 _NORMS = frozenset(each.plain for each in norm_rules.PRIMITIVES.values())
 
@@ -95,23 +93,15 @@ class Bodies:
         mapped = jax.shard_map(
             body,
             mesh=self._program.mesh,
-            in_specs=tuple(partitioner.spec(one.spec) for one in inputs),
-            out_specs=[partitioner.spec(m.plan.result) for m in group.members for _ in m.outputs()],
+            in_specs=tuple(partition_spec(one.spec) for one in inputs),
+            out_specs=[partition_spec(m.plan.result) for m in group.members for _ in m.outputs()],
             check_vma=False,
         )
-        with hook.enabled(hook.PART), agreement.decided():
-            traced = jax.jit(_named(mapped, body.__name__)).trace(*[one.aval for one in inputs])
-            jaxpr = jaxpr_walk.without_dead_code(traced.jaxpr)
-            record = next(
-                body_of(self._site, equation.params)
-                for equation in jaxpr.eqns
-                if jaxpr_walk.shard_map_of(equation) is not None
-            )
-            for equation in jaxpr.eqns:
-                if jaxpr_walk.shard_map_of(equation) is not None:
-                    inner = jaxpr_walk.body_of_shard_map(equation.params)
-                    rewritten = jaxpr_walk.open_jaxpr(Rewriter(record).rewrite(inner))
-                    has_norm = any(e.primitive in _NORMS for e in rewritten.eqns)
+        traced = jax.jit(_named(mapped, body.__name__)).trace(*[one.aval for one in inputs])
+        jaxpr = jaxpr_walk.without_dead_code(traced.jaxpr)
+        (equation,) = jaxpr.eqns
+        rewritten, record = rewrite_shard_map(self._site, equation.params)
+        has_norm = any(e.primitive in _NORMS for e in jaxpr_walk.open_jaxpr(rewritten).eqns)
         left = [d for d in record.decisions if d.reason is not None]
         if left:
             missed = any(decision.missed for decision in left)
@@ -127,7 +117,7 @@ class Bodies:
         key = group.key()
         if key not in self._lowered:
             source = source_of(group.members[0].found.operation)
-            with hook.enabled(hook.PART), agreement.decided(), call_sites.at(source):
+            with call_sites.at(source):
                 lowered = judged.traced.lower().compiler_ir()
             self._lowered[key] = self._imported(judged, lowered)
         return self._lowered[key]

@@ -16,7 +16,7 @@ from typing import Any
 from jax import lax
 from jax.extend.mlir import ir
 
-from jax_intranode._src.rewrite.auto.modules import FENCES, number, operands, operations, owner
+from jax_intranode._src.rewrite.auto.modules import FENCES, number, operands, operations
 from jax_intranode._src.rewrite.auto.operations import Found, Kind, aval
 from jax_intranode._src.rewrite.auto.plans import Axes, Plan, Spec, local_size
 from jax_intranode._src.rewrite.auto.program import Program
@@ -27,6 +27,10 @@ from jax_intranode._src.rewrite.waiting import Waiting
 MERGED_BYTES = 1 << 20
 
 
+# How an input is gathered: dimensions and axes, in order.
+Gathers = tuple[tuple[int, Axes], ...]
+
+
 @dataclass(frozen=True)
 class Input:
     """An operand of a shard_map's body.
@@ -35,15 +39,13 @@ class Input:
         value: the value in the program.
         aval: its type.
         spec: how the shard_map shards it.
+        gathers: how the operation that has it gathers it.
     """
 
     value: Any
     aval: Any
     spec: Spec
-
-
-# How an input is gathered: dimensions and axes, in order.
-Gathers = tuple[tuple[int, Axes], ...]
+    gathers: Gathers = ()
 
 
 @dataclass
@@ -53,13 +55,11 @@ class Member:
     Attributes:
         found: the operation.
         inputs: its operands.
-        gathers: how each is gathered.
         tail: what is computed from its sum, of the last inputs; None if nothing is.
     """
 
     found: Found
     inputs: list[Input]
-    gathers: list[Gathers]
     tail: Tail | None = None
 
     @property
@@ -89,30 +89,22 @@ class Member:
             if of is None or spec is None:
                 return None
             inputs.append(Input(value, of, spec))
-        gathers: list[Gathers] = [()] * len(inputs)
-        return Member(self.found, [*self.inputs, *inputs], [*self.gathers, *gathers], tail)
+        return Member(self.found, [*self.inputs, *inputs], tail)
 
     def compute(self, operands: Sequence[Any]) -> list[Any]:
         """Its results on a device, from its gathered operands."""
         assert self.kind.compute is not None  # as there is a plan
         count = len(self.found.values)
-        result = self.kind.compute(*operands[:count])
-        for each in self.plan.sums:
-            if each.dimension is None:
-                result = lax.psum(result, each.axes)
-            else:
-                result = lax.psum_scatter(
-                    result, each.axes, scatter_dimension=each.dimension, tiled=True
-                )
+        result = self.plan.summed(self.kind.compute(*operands[:count]))
         return self.tail(result, operands[count:]) if self.tail else [result]
 
     def communicates(self) -> bool:
         """Whether it sends anything."""
-        return any(self.gathers) or bool(self.plan.sums) or bool(self.kind.axes)
+        return bool(self.gathered()) or self.found.sends
 
-    def gathered(self) -> list[tuple[Input, Gathers]]:
+    def gathered(self) -> list[Input]:
         """The operands that are gathered."""
-        return [both for both in zip(self.inputs, self.gathers, strict=True) if both[1]]
+        return [one for one in self.inputs if one.gathers]
 
     def shared(self) -> Any:
         """What members of a group have in common; None if it shares no shard_map."""
@@ -120,7 +112,7 @@ class Member:
         if self.tail:
             return None
         if gathered and not self.plan.sums:
-            return "gather", *((one.value, gathers) for one, gathers in gathered)
+            return "gather", *((one.value, one.gathers) for one in gathered)
         if not gathered and not self.plan.scatters:
             return "sum", self.plan.sums, self.found.avals[0].dtype
         return None
@@ -128,9 +120,9 @@ class Member:
     def nbytes(self, sizes: Mapping[str, int]) -> int:
         """The bytes that a device gathers or sums, at most."""
         largest = 0
-        for one, gathers in self.gathered():
+        for one in self.gathered():
             held = local_size(one.aval.shape, one.spec, sizes) or 0
-            held *= math.prod(sizes[axis] for _, axes in gathers for axis in axes)
+            held *= math.prod(sizes[axis] for _, axes in one.gathers for axis in axes)
             largest = max(largest, held * one.aval.dtype.itemsize)
         if self.plan.sums:
             shape = ir.RankedTensorType(self.found.operation.results[0].type).shape
@@ -143,7 +135,8 @@ class Member:
         """Identifies what the body does, but for the operands."""
         plan = self.plan
         tail = self.tail.key() if self.tail else None
-        return self.kind.key, tuple(self.gathers), plan.sums, plan.result, tail
+        gathers = tuple(one.gathers for one in self.inputs)
+        return self.kind.key, gathers, plan.sums, plan.result, tail
 
 
 @dataclass(eq=False)
@@ -155,24 +148,13 @@ class Group:
 
     def inputs(self) -> tuple[list[Input], list[list[int]]]:
         """The different operands, and which of them each member has."""
-        found: list[Input] = []
-        where: list[list[int]] = []
-        for member in self.members:
-            places = []
-            for one in member.inputs:
-                place = next(
-                    (
-                        i
-                        for i, other in enumerate(found)
-                        if other.value == one.value and other.spec == one.spec
-                    ),
-                    len(found),
-                )
-                if place == len(found):
-                    found.append(one)
-                places.append(place)
-            where.append(places)
-        return found, where
+        found: dict[Any, Input] = {}
+        places: dict[Any, int] = {}
+        for one in (one for member in self.members for one in member.inputs):
+            found.setdefault((one.value, one.spec), one)
+            places.setdefault((one.value, one.spec), len(places))
+        where = [[places[one.value, one.spec] for one in m.inputs] for m in self.members]
+        return list(found.values()), where
 
     def body(self) -> Callable[..., list[Any]]:
         """What each device computes."""
@@ -193,7 +175,8 @@ class Group:
 
             results: list[Any] = []
             for member, places in zip(self.members, where, strict=True):
-                results += member.compute([*map(whole, places, member.gathers)])
+                gathers = [one.gathers for one in member.inputs]
+                results += member.compute([*map(whole, places, gathers)])
             return results
 
         return body
@@ -205,31 +188,29 @@ class Group:
         return types, tuple(map(tuple, where)), tuple(member.key() for member in self.members)
 
 
-def member_of(found: Found, before: dict[int, Found]) -> Member:
+def member_of(found: Found, gathered: Mapping[Any, Found]) -> Member:
     """An operation as a member. An operand that a reshard gathers is gathered in the same body.
 
     Args:
         found: the operation.
-        before: the reshards that gather, by the numbers of their operations.
+        gathered: the reshards of its block that gather, by their results.
     """
     plan = found.plan
     assert plan is not None  # or there would be nothing to replace
-    inputs, gathers = [], []
+    inputs = []
     for operand, (value, of) in enumerate(zip(found.values, found.avals, strict=True)):
         spec = plan.operands[operand]
         own: Gathers = tuple((g.dimension, g.axes) for g in plan.gathers if g.operand == operand)
-        maker = owner(value)
-        reshard = None if maker is None else before.get(number(maker))
-        if reshard is not None and reshard.operation.block == found.operation.block:
+        reshard = gathered.get(value)
+        if reshard is not None:
             gathering = reshard.plan
             assert gathering is not None  # as it is among those that gather
             if gathering.result == spec:
                 value, spec = reshard.values[0], gathering.operands[0]
                 of = reshard.avals[0]  # an all_gather's result has another shape
                 own = (*((g.dimension, g.axes) for g in gathering.gathers), *own)
-        inputs.append(Input(value, of, spec))
-        gathers.append(own)
-    return Member(found, inputs, gathers)
+        inputs.append(Input(value, of, spec, own))
+    return Member(found, inputs)
 
 
 @dataclass(frozen=True)
@@ -293,14 +274,3 @@ def replace(
         if previous is not None:
             each.operation.move_after(previous)
         previous = each.operation
-
-
-def reshards_that_gather(found: Sequence[Found]) -> dict[int, Found]:
-    """The reshards among these that gather, by the numbers of their operations."""
-    return {
-        number(each.operation): each
-        for each in found
-        if each.plan is not None
-        and each.kind.name in ("reshard", "all_gather")
-        and each.plan.gathers
-    }

@@ -86,6 +86,18 @@ class Found:
     plan: Plan | None
     reason: str | None
 
+    @property
+    def sends(self) -> bool:
+        """Whether it may send anything."""
+        plan = self.plan
+        return plan is None or bool(plan.gathers or plan.sums or self.kind.axes)
+
+    @property
+    def is_gather(self) -> bool:
+        """Whether all it does is to gather its operand."""
+        is_reshard = self.kind.name in ("reshard", "all_gather")
+        return is_reshard and self.plan is not None and bool(self.plan.gathers)
+
 
 def aval(value: Any) -> Any | None:
     """The type of a value for JAX; None if this package doesn't know it."""
@@ -123,24 +135,8 @@ def _dot_general(operation: Any) -> Kind:
             getattr(lax.Precision, str(stablehlo.PrecisionAttr(x).value))
             for x in attributes["precision_config"]
         )
-    new, of_operands, result_labels = 0, [], []
-    of_batch = list(range(len(batch[0])))
-    of_contracting = [len(of_batch) + i for i in range(len(contracting[0]))]
-    new = len(of_batch) + len(of_contracting)
-    result_labels = list(of_batch)
-    for side, value in enumerate(operation.operands):
-        own = []
-        for i in range(len(ir.RankedTensorType(value.type).shape)):
-            if i in batch[side]:
-                own.append(of_batch[batch[side].index(i)])
-            elif i in contracting[side]:
-                own.append(of_contracting[contracting[side].index(i)])
-            else:
-                own.append(new)
-                result_labels.append(new)
-                new += 1
-        of_operands.append(tuple(own))
-    labels = Labels(tuple(of_operands), tuple(result_labels))
+    ranks = [len(ir.RankedTensorType(value.type).shape) for value in operation.operands]
+    labels = plans.dot_labels(contracting, batch, ranks)
     result = aval(operation.results[0])
     if "algorithm" in attributes or result is None:
         reason = "a dot algorithm" if result else UNKNOWN_DTYPE
@@ -176,15 +172,8 @@ def _reduce(operation: Any) -> Kind | None:
     return Kind("reduce", ("reduce", dimensions), labels, None if reason else compute, 1, reason)
 
 
-def find(operation: Any, program: Program, of_gathered: bool = False) -> Found | None:
-    """An operation with its plan, or why it is left; None if it sends nothing.
-
-    Args:
-        operation: the operation.
-        program: its program.
-        of_gathered: whether an operand is the result of a reshard that gathers. Then it is found
-            even if it sends nothing itself.
-    """
+def find(operation: Any, program: Program) -> Found | None:
+    """An operation with its plan, or why it is left; None if it sends nothing and has no plan."""
     if operation.name in COLLECTIVES:
         return _collective(operation, program)
     kind = kind_of(operation)
@@ -194,9 +183,9 @@ def find(operation: Any, program: Program, of_gathered: bool = False) -> Found |
     specs = tuple(program.spec(value) for value in (*values, operation.results[0]))
     avals = tuple(map(aval, values))
     result = aval(operation.results[0])
-    key = kind.key, kind.labels, kind.reason, avals, result, specs, of_gathered
+    key = kind.key, kind.labels, kind.reason, avals, result, specs
     if key not in program.decisions:
-        program.decisions[key] = _decide(kind, avals, result, specs, program.mesh, of_gathered)
+        program.decisions[key] = _decide(kind, avals, result, specs, program.mesh)
     decided = program.decisions[key]
     return None if decided is None else Found(operation, kind, values, avals, *decided)
 
@@ -207,9 +196,8 @@ def _decide(
     result: Any,
     specs: Sequence[Any],
     mesh: jax.sharding.Mesh,
-    of_gathered: bool,
 ) -> tuple[Plan | None, str | None] | None:
-    """The plan of an operation, or why it is left; None if it sends nothing."""
+    """The plan of an operation, or why it is left; None if it sends nothing and has no plan."""
     if None in specs:
         return None, "shardings over parts of axes, or unreduced values"
     *ins, out = specs
@@ -218,7 +206,7 @@ def _decide(
     known = result is not None and None not in avals
     if silent:
         same = [plan for plan in silent if plan.operands == tuple(ins)]
-        return (same[0], None) if of_gathered and same and known and kind.compute else None
+        return (same[0], None) if same and known and kind.compute else None
     if kind.compute is None:
         return None, kind.reason
     if not known:

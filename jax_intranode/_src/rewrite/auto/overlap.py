@@ -47,7 +47,7 @@ def overlapped(members: Sequence[Member], block: Any, sizes: Mapping[str, int]) 
 
     def begins(member: Member) -> int:
         """Where it can begin: a gather behind its operand, a sum behind its operation."""
-        makers = [owner(one.value) for one, _ in member.gathered()]
+        makers = [owner(one.value) for one in member.gathered()]
         own = places[number(member.found.operation)]
         return min([own, *(places.get(number(m), -1) if m else -1 for m in makers)])
 
@@ -56,10 +56,10 @@ def overlapped(members: Sequence[Member], block: Any, sizes: Mapping[str, int]) 
         own = number(member.found.operation)
         gathered = member.gathered()
         key: Any = own
-        if gathered and not any(needs.get(one.value, 0) & 1 for one, _ in gathered):
+        if gathered and not any(needs.get(one.value, 0) & 1 for one in gathered):
             key = (
                 "gathers",
-                frozenset(a for _, gathers in gathered for _, of in gathers for a in of),
+                frozenset(a for one in gathered for _, of in one.gathers for a in of),
             )
         elif not gathered and not needed & 2 << index:
             key = "sums", frozenset(axis for each in member.plan.sums for axis in each.axes)

@@ -14,10 +14,9 @@ from typing import Any
 import jax
 import numpy as np
 from jax.sharding import NamedSharding
-from jax.sharding import PartitionSpec as P
 
 from jax_intranode._src.jax_private import hlo, trace_state
-from jax_intranode._src.rewrite.auto.plans import Collective, Spec
+from jax_intranode._src.rewrite.auto.plans import Collective, Spec, partition_spec
 
 # Nothing of the compiled operation runs, so it need not be fast. Triton takes 0.6 s for a matmul.
 _OPTIONS = {
@@ -42,11 +41,6 @@ _SIZE = re.compile(r"'([^']*)'=(\d+)")
 _PART = re.compile(r"'([^']*)'(?::\((\d+)\)(\d+))?")
 
 _known: dict[Any, tuple[Collective, ...] | str] = {}
-
-
-def spec(axes: Spec) -> P:
-    """The PartitionSpec of a sharding."""
-    return P(*(of or None for of in axes))
 
 
 def collectives(
@@ -83,8 +77,8 @@ def _compiled(
 ) -> tuple[Collective, ...] | str:
     jitted = jax.jit(
         local,
-        in_shardings=tuple(NamedSharding(mesh, spec(of)) for of in operands),
-        out_shardings=NamedSharding(mesh, spec(result)),
+        in_shardings=tuple(NamedSharding(mesh, partition_spec(of)) for of in operands),
+        out_shardings=NamedSharding(mesh, partition_spec(result)),
     )
     platform = mesh.devices.flat[0].platform
     try:

@@ -11,6 +11,10 @@ import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
+
+from jax import lax
+from jax.sharding import PartitionSpec as P
 
 # The mesh axes over which a dimension is sharded; none if it is not.
 Axes = tuple[str, ...]
@@ -32,6 +36,25 @@ class Labels:
 
     operands: tuple[tuple[int, ...], ...]
     result: tuple[int, ...]
+
+
+# Dimensions of a dot's operands.
+OfBoth = tuple[Sequence[int], Sequence[int]]
+
+
+def dot_labels(contracting: OfBoth, batch: OfBoth, ranks: Sequence[int]) -> Labels:
+    """The labels of a product of two arrays of these ranks."""
+    of_both = range(len(batch[0]) + len(contracting[0]))
+    new = itertools.count(len(of_both))
+    operands, result = [], list(range(len(batch[0])))
+    for side, rank in enumerate(ranks):
+        own = dict(zip((*batch[side], *contracting[side]), of_both, strict=True))
+        for dimension in range(rank):
+            if dimension not in own:
+                own[dimension] = next(new)
+                result.append(own[dimension])
+        operands.append(tuple(own[dimension] for dimension in range(rank)))
+    return Labels(tuple(operands), tuple(result))
 
 
 @dataclass(frozen=True)
@@ -73,6 +96,22 @@ class Plan:
     def scatters(self) -> tuple[Sum, ...]:
         """The sums that are scattered."""
         return tuple(each for each in self.sums if each.dimension is not None)
+
+    def summed(self, product: Any) -> Any:
+        """The result on a device, from its product."""
+        for each in self.sums:
+            if each.dimension is None:
+                product = lax.psum(product, each.axes)
+            else:
+                product = lax.psum_scatter(
+                    product, each.axes, scatter_dimension=each.dimension, tiled=True
+                )
+        return product
+
+
+def partition_spec(axes: Spec) -> P:
+    """The PartitionSpec of a sharding."""
+    return P(*(of or None for of in axes))
 
 
 def plans(labels: Labels, operands: Sequence[Spec], result: Spec) -> Iterator[Plan]:

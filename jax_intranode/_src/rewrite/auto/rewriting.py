@@ -26,7 +26,7 @@ from jax_intranode._src.group import rendezvous
 from jax_intranode._src.health import failures
 from jax_intranode._src.jax_private import lax_collectives, lowering_hooks, trace_state
 from jax_intranode._src.ops.lowering_site import LoweringSite
-from jax_intranode._src.rewrite import agreement, hook, norms
+from jax_intranode._src.rewrite import agreement, mode, norms
 from jax_intranode._src.rewrite.auto import groups, overlap, plans, tails
 from jax_intranode._src.rewrite.auto.bodies import Bodies
 from jax_intranode._src.rewrite.auto.groups import Group, Member
@@ -35,7 +35,6 @@ from jax_intranode._src.rewrite.auto.modules import (
     manual_axes_attribute,
     number,
     operations,
-    owner,
 )
 from jax_intranode._src.rewrite.auto.operations import Found, find
 from jax_intranode._src.rewrite.auto.program import NOTHING_SHARDED, Program, source_of
@@ -117,19 +116,13 @@ class Outcome:
 _outcomes: weakref.WeakKeyDictionary[Any, dict[Any, Outcome]] = weakref.WeakKeyDictionary()
 
 
-class _Active(threading.local):
-    """What this thread does.
-
-    Attributes:
-        value: whether it rewrites a program: what it lowers for that is not rewritten again.
-        explaining: see `explaining`.
-    """
+class _Explaining(threading.local):
+    """Whether this thread is in `explaining`."""
 
     value = False
-    explaining = False
 
 
-_active = _Active()
+_explaining = _Explaining()
 
 
 def rewrite_program(module: Any, devices: Sequence[Any], platforms: Sequence[str]) -> Any:
@@ -147,17 +140,14 @@ def outcome_of(module: Any, devices: Sequence[Any], platforms: Sequence[str]) ->
     Raises:
         RuntimeError: as `rewrite_program`.
     """
-    if not hook.is_auto() or _active.value or len(devices) < 2:
+    if not mode.is_auto() or len(devices) < 2:
         return Outcome()
     known = _outcomes.setdefault(module, {})
     key = tuple(d.id for d in devices), tuple(platforms), rendezvous.generation(), propagated_only
     if key not in known:
-        _active.value = True
-        try:
+        with mode.enabled(mode.PART):
             known[key] = _rewritten(module, tuple(devices), tuple(platforms))
-        finally:
-            _active.value = False
-    if not _active.explaining:
+    if not _explaining.value:
         _refuse_if_strict(known[key])
     return known[key]
 
@@ -165,11 +155,11 @@ def outcome_of(module: Any, devices: Sequence[Any], platforms: Sequence[str]) ->
 @contextlib.contextmanager
 def explaining() -> Iterator[None]:
     """What this thread lowers inside is shown, and no error of JAX_INTRANODE_STRICT=1."""
-    before, _active.explaining = _active.explaining, True
+    before, _explaining.value = _explaining.value, True
     try:
         yield
     finally:
-        _active.explaining = before
+        _explaining.value = before
 
 
 def forget(module: Any) -> None:
@@ -311,25 +301,22 @@ class _Rewriting:
         return None
 
     def _found(self, block: Any) -> list[Found]:
-        """The operations of a block that communicate, in order."""
+        """The operations of a block that communicate or use what one gathers, in order."""
         found: list[Found] = []
-        gathered: dict[int, Found] = {}
+        gathered: set[Any] = set()
         for operation in operations(block):
-            of_gathered = bool(gathered) and any(
-                maker is not None and number(maker) in gathered
-                for maker in map(owner, operation.operands)
-            )
-            each = find(operation, self._program, of_gathered)
-            if each is not None:
+            each = find(operation, self._program)
+            if each is not None and (each.sends or not gathered.isdisjoint(each.values)):
                 found.append(each)
-                gathered.update(groups.reshards_that_gather([each]))
+                if each.is_gather:
+                    gathered.add(operation.results[0])
         return found
 
     def _leave_all(self, found: Sequence[Found], reason: str | None) -> None:
         for each in found:
             if each.plan is None:
                 self._record(each, each.reason)
-            elif each.plan.gathers or each.plan.sums or each.kind.axes:
+            elif each.sends:
                 self._record(each, reason, missed=reason is not None)
 
     def _record(
@@ -370,11 +357,11 @@ class _Rewriting:
         self, block: Any, manual: frozenset[str], found: Sequence[Found]
     ) -> list[Any]:
         """Replaces what it can; returns what identifies that."""
-        gathering = groups.reshards_that_gather(found)
+        gathered = {each.operation.results[0]: each for each in found if each.is_gather}
         for each in found:
             if each.plan is None:
                 self._record(each, each.reason)
-        members = [groups.member_of(each, gathering) for each in found if each.plan is not None]
+        members = [groups.member_of(each, gathered) for each in found if each.plan is not None]
         members = [member for member in members if member.communicates()]
         left = overlap.overlapped(members, block, self._sizes) if self._on_gpus() else {}
         if self._on_gpus() and overlap.permutes(block, self._program) >= len(members):
@@ -411,8 +398,8 @@ class _Rewriting:
         reasons = {id(m): self._bodies.judged(Group([m])).left for m in members}
         by_gather: dict[Any, list[Any]] = {}
         for member in members:
-            for one, gathers in member.gathered():
-                by_gather.setdefault((one.value, one.spec, gathers), []).append(member)
+            for one in member.gathered():
+                by_gather.setdefault((one.value, one.spec, one.gathers), []).append(member)
         todo = [m for m in members if reasons[id(m)] is not None]
         while todo:
             member = todo.pop()
@@ -499,7 +486,7 @@ class _Rewriting:
 
     def _is_only_joined(self, reshard: Any, members: Sequence[Any]) -> bool:
         """Whether all users of a reshard gather its operand themselves."""
-        if reshard.kind.name not in ("reshard", "all_gather") or not reshard.plan.gathers:
+        if not reshard.found.is_gather:
             return False
         result = reshard.found.operation.results[0]
         joined = {

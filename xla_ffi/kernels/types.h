@@ -216,11 +216,10 @@ using I8 = Integer<Lanes8>;
 using I32 = Integer<Lanes32>;
 using I64 = Integer<Lanes64>;
 
-// The type as which operations that only copy take elements, so that they are compiled once. The NaN
-// that BF16 sends in place of an empty word is one of each type that travels in bare packets.
+// The type as which operations that only copy take elements, so that they are compiled once. The
+// NaN that BF16 sends in place of an empty word is one of each type that travels in bare packets.
 template <class Type>
-using CopiedAs =
-    std::conditional_t<std::is_same_v<typename Type::Packets, BarePackets>, BF16, I8>;
+using CopiedAs = std::conditional_t<std::is_same_v<typename Type::Packets, BarePackets>, BF16, I8>;
 
 #if defined(__CUDACC__)
 // Any type of the same packets: the thread tells which, because each kernel costs build time.

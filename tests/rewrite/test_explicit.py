@@ -78,6 +78,21 @@ def test_scattered_sum_and_gathered_operand() -> None:
         assert check(lambda x, w: jnp.dot(x, w, out_sharding=P(None, "model")), x, w) == 1
 
 
+def test_some_axes_of_a_dimension() -> None:
+    with jax.set_mesh(explicit_mesh()):
+        x, w = put(0, (8, 16), ("data", "model"), None), put(1, (16, 32), None, None)
+        assert check(lambda x, w: jnp.dot(x, w, out_sharding=P("data", None)), x, w) == 1
+        x, w = put(0, (8, 16), "data", "model"), put(1, (16, 32), "model", None)
+        scattered = P(("data", "model"), None)
+        assert check(lambda x, w: jnp.dot(x, w, out_sharding=scattered), x, w) == 1
+
+
+def test_a_gathered_batch_dimension() -> None:
+    with jax.set_mesh(explicit_mesh()):
+        x, w = put(0, (8, 4, 16), "model", None, None), put(1, (8, 16, 4), None, None, None)
+        assert check(lambda x, w: jnp.einsum("bij,bjk->bik", x, w, out_sharding=P()), x, w) == 1
+
+
 def test_batch_dimensions_and_inner_functions() -> None:
     def f(x: Any, w: Any) -> Any:
         def step(c: Any, _: Any) -> Any:
@@ -143,6 +158,8 @@ M, D = ("model",), ("data",)
         ((D, M), (M, ()), ((), ()), None),  # a sum and a gather
         ((D, ()), ((), M), ((), ()), None),  # two gathers
         (((), M), (M, ()), (D, ()), None),  # scattered over another axis
+        ((D + M, ()), ((), ()), (D, ()), Gather(0, 0, M)),  # over the minor axis alone
+        ((D, M), (M, ()), (D + M, ()), Sum(M, 0)),  # scattered behind an axis that stays
     ],
 )
 def test_communication(left: Any, right: Any, result: Any, wanted: Any) -> None:

@@ -19,10 +19,10 @@ from jax.interpreters import ad, mlir
 from jax_intranode._src.group import agreed, communicator
 from jax_intranode._src.group import partition as partition_lib
 from jax_intranode._src.group import rendezvous as rendezvous_lib
-from jax_intranode._src.health import call_sites
+from jax_intranode._src.health import call_sites, counts
 from jax_intranode._src.jax_private import lowering_context, streams, trace_state
 from jax_intranode._src.native import definitions, extension
-from jax_intranode._src.ops import counts, fallback
+from jax_intranode._src.ops import fallback
 from jax_intranode._src.ops.lowering_site import LoweringSite
 from jax_intranode._src.ops.primitive import Decision, Operation, OpPrimitive, nbytes
 from jax_intranode._src.selection import config, select, table, tuning

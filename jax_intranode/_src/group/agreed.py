@@ -52,9 +52,7 @@ class Rendezvous:
         epoch_buffer_bytes: bytes of each of the two epoch buffers of a region.
         ring_bytes: bytes of a device's ring buffer; 0 if there is none.
         reason_for_no_matmuls: why collective matmuls are not overlapped; None if they may be.
-        profile: the GPUs' constants, by which the plans of collective matmuls are chosen; None if
-            these are not overlapped.
-        shipped_profile: the same without a tuning, or why there is none.
+        shipped_profile: the GPUs' constants without a tuning, or why there are none.
         addresses: the address of each peer's slab, by local device id and the peer's id.
         memory: owns the slabs.
         records: the address of each local device's failure records, by device id.
@@ -77,7 +75,6 @@ class Rendezvous:
     epoch_buffer_bytes: int = 0
     ring_bytes: int = 0
     reason_for_no_matmuls: str | None = None
-    profile: Profile | None = None
     shipped_profile: Profile | str | None = None
     addresses: dict[int, dict[int, int]] = field(default_factory=dict)
     memory: list[Any] = field(default_factory=list)

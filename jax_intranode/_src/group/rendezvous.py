@@ -321,7 +321,6 @@ def _reason_for_no_matmuls(rendezvous: Rendezvous, hellos: list[dict[str, Any]])
         return "JAX_INTRANODE_RING_MIB=0"
     if rendezvous.linked:
         return "a hybrid cube mesh"
-    rendezvous.profile = profile
     return None
 
 

@@ -224,8 +224,10 @@ def _moved(x: Any, results: list[Any]) -> Any:
 
 
 def _profile(mesh: Mesh) -> Profile:
-    """Returns the constants of the GPUs; the H200's where matmuls are not overlapped."""
-    return rendezvous_lib.rendezvous_of(mesh.devices.flat).profile or H200
+    """Returns the constants of the GPUs; the H200's where none are known."""
+    tuned = tuning.profile_for(device.device_kind for device in mesh.devices.flat)
+    found = tuned or rendezvous_lib.rendezvous_of(mesh.devices.flat).shipped_profile
+    return found if isinstance(found, Profile) else H200
 
 
 def chain_length(settings: Settings, dtype_name: str, shape: Shape) -> int:

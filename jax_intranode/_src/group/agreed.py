@@ -60,7 +60,6 @@ class Rendezvous:
         beside: by partition, why its calls can't run beside other work, or None if they can.
         watch: the watch over the other processes of this host; None if there are none, or if they
             can't be watched.
-        description: what the log says of it if there are communicators.
         peer_buffers: the open peer buffers, by name (peer_buffer.py).
         peer_buffers_made: how often a peer buffer of a name was asked for.
     """
@@ -82,7 +81,6 @@ class Rendezvous:
     communicators: dict[Partition, str | None] = field(default_factory=dict)
     beside: dict[Partition, str | None] = field(default_factory=dict)
     watch: peers.Watch | None = None
-    description: str = ""
     peer_buffers: dict[str, Any] = field(default_factory=dict)
     peer_buffers_made: dict[str, int] = field(default_factory=dict)
 

@@ -8,13 +8,14 @@ same program.
 
 import contextlib
 import dataclasses
+import functools
 import hashlib
 import importlib
 import logging
 import os
 import platform as host_platform
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -78,8 +79,6 @@ def rendezvous_of(devices: Iterable[Any]) -> Rendezvous:
                     list(key),
                     rendezvous.reason,
                 )
-            else:
-                _log.info(rendezvous.description)
     raise_if_failed(rendezvous.devices.values())
     return rendezvous
 
@@ -143,8 +142,9 @@ def _perform(rendezvous: Rendezvous, processes: list[int]) -> None:
     # A process that can't go on claims the verdict at once. The first process claims it when all is
     # well. If it doesn't, the first process that gives up waiting for it does.
     verdict: str | None
+    description = ""
     try:
-        _share_slabs(rendezvous, deadline)
+        description = _share_slabs(rendezvous, deadline)
         if jax.process_index() == processes[0]:
             verdict = store.claim("verdict", "")
         else:
@@ -166,6 +166,7 @@ def _perform(rendezvous: Rendezvous, processes: list[int]) -> None:
         failures.watch(rendezvous.platform, _process_of, config.get().report_after_s)
         # Programs keep alive what they still use.
         distributed.at_end_of_backends(forget_all)
+        _log.info(description)
 
 
 def all_rendezvous() -> list[Rendezvous]:
@@ -173,13 +174,13 @@ def all_rendezvous() -> list[Rendezvous]:
     return list(_all.values())
 
 
-def _share_slabs(rendezvous: Rendezvous, deadline: key_value_store.Deadline) -> None:
-    """Fills in the rendezvous, or raises why it can't. Every stage ends with an exchange."""
+def _share_slabs(rendezvous: Rendezvous, deadline: key_value_store.Deadline) -> str:
+    """Fills in the rendezvous, or raises why it can't. Every stage ends with an exchange.
 
-    def attempt(stage: str, step: Callable[[], Any]) -> list[Any]:
-        return rendezvous.exchange(stage, step, deadline)
-
-    hellos = attempt("hello", lambda: _hello(rendezvous))
+    Returns:
+        What the log says of it.
+    """
+    hellos = rendezvous.exchange("hello", lambda: _hello(rendezvous), deadline)
     ids_of_processes = agreed.device_ids_of(rendezvous)
     with reading("hello"):
         rendezvous.linked = _check_hellos(hellos)
@@ -207,9 +208,10 @@ def _share_slabs(rendezvous: Rendezvous, deadline: key_value_store.Deadline) -> 
         rendezvous.memory,
     )[1]
     local, peers = agreed.devices_of_host(rendezvous)
-    attempt("write", lambda: slabs_lib.probe(rendezvous, local, peers, write=True))
-    attempt("read", lambda: slabs_lib.probe(rendezvous, local, peers, write=False))
-    rendezvous.description = log_line.describe(rendezvous, hellos)
+    probe = functools.partial(slabs_lib.probe, rendezvous, local, peers)
+    rendezvous.exchange("write", lambda: probe(write=True), deadline)
+    rendezvous.exchange("read", lambda: probe(write=False), deadline)
+    return log_line.describe(rendezvous, hellos)
 
 
 def _watch(

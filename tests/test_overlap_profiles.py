@@ -20,10 +20,9 @@ from jax_intranode._src.group.partition import Partition
 from jax_intranode._src.native import definitions, extension
 from jax_intranode._src.ops import overlapped_call
 from jax_intranode._src.selection import records
-from jax_intranode._src.selection.gpu_facts import GpuFacts
 from jax_intranode._src.selection.overlap import choice, profiles
 from jax_intranode._src.selection.overlap.plan import Plan
-from jax_intranode._src.selection.overlap.profiles import H200, H200_FACTS, Profile
+from jax_intranode._src.selection.overlap.profiles import H200, H200_FACTS, GpuFacts, Profile
 from jax_intranode._src.selection.overlap.sizes import Sizes
 
 GATHER, SCATTER = "all_gather_matmul", "matmul_reduce_scatter"

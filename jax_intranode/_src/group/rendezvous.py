@@ -30,7 +30,6 @@ from jax_intranode._src.health import failures, peers
 from jax_intranode._src.jax_private import distributed
 from jax_intranode._src.native import definitions, extension
 from jax_intranode._src.selection import config, records, select, tuning
-from jax_intranode._src.selection.gpu_facts import GpuFacts
 from jax_intranode._src.selection.overlap import choice, profiles
 from jax_intranode._src.selection.quoting import shown
 
@@ -309,7 +308,7 @@ def _reason_for_no_matmuls(rendezvous: Rendezvous, hellos: list[dict[str, Any]])
         return "CPU devices"
     facts = [device["facts"] for hello in hellos for device in hello["devices"]]
     kinds = [device.device_kind for device in rendezvous.devices.values()]
-    known = [records.from_json(GpuFacts, of_one) for of_one in facts]
+    known = [records.from_json(profiles.GpuFacts, of_one) for of_one in facts]
     rendezvous.shipped_profile = profiles.from_facts(known)
     profile = tuning.profile_for(kinds) or rendezvous.shipped_profile
     if isinstance(profile, str):

@@ -25,7 +25,6 @@ from jax_intranode._src.command_line import machine
 from jax_intranode._src.command_line.bench import report
 from jax_intranode._src.command_line.launcher.runs import MODES, ProgressLine
 from jax_intranode._src.command_line.options import WrongInput
-from jax_intranode._src.group import nvml
 from jax_intranode._src.selection import table
 
 # Whole programs.
@@ -224,7 +223,7 @@ def test_ranks_end_with_the_benchmark(tmp_path: Path) -> None:
 
 def test_too_few_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     def devices(gpus: int, asked: int | None, **how: Any) -> tuple[str, int]:
-        monkeypatch.setattr(nvml, "visible_gpus", lambda: gpus)
+        monkeypatch.setattr(machine, "visible_gpus", lambda: gpus)
         options = argparse.Namespace(platform="gpu", devices=asked)
         return machine.platform_and_devices(options, **how)
 

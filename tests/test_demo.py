@@ -9,9 +9,9 @@ import pytest
 from processes import python
 
 from jax_intranode import __main__ as command_line
+from jax_intranode._src.command_line import machine
 from jax_intranode._src.command_line.bench import command as bench
 from jax_intranode._src.command_line.bench.settings import Settings
-from jax_intranode._src.group import nvml
 
 
 def rows_of(settings: Settings) -> list[dict[str, Any]]:
@@ -53,7 +53,7 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> list[Settings]:
 
 
 def gpus(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
-    monkeypatch.setattr(nvml, "visible_gpus", lambda: count)
+    monkeypatch.setattr(machine, "visible_gpus", lambda: count)
     monkeypatch.delenv("JAX_PLATFORMS", raising=False)
 
 

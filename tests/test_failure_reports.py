@@ -43,10 +43,8 @@ def clean(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     module = mock.Mock()
     module.take_failures.return_value = []
     monkeypatch.setattr(extension, "_modules", {"cpu": module})
-    extension.module.cache_clear()
     runtime_errors.show_in_runtime_errors(failures._shown_in)
     yield
-    extension.module.cache_clear()
 
 
 def test_handlers_and_exceptions_that_raise_hide_nothing(

@@ -18,6 +18,7 @@ from processes import assert_gone, children_of, is_running
 from tiers import full, quick
 
 from jax_intranode import __main__ as command_line
+from jax_intranode._src.command_line import machine
 from jax_intranode._src.group import nvml
 from jax_intranode._src.jax_private import distributed
 
@@ -479,4 +480,4 @@ def test_gpus_that_cuda_sees(
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     if variable is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", variable)
-    assert nvml.visible_gpus() == expected
+    assert machine.visible_gpus() == expected

@@ -20,10 +20,9 @@ from jax_intranode._src.group.partition import Partition
 from jax_intranode._src.native import definitions, extension
 from jax_intranode._src.ops import overlapped_call
 from jax_intranode._src.selection import records
-from jax_intranode._src.selection.gpu_facts import GpuFacts
 from jax_intranode._src.selection.overlap import choice, profiles
 from jax_intranode._src.selection.overlap.plan import Plan
-from jax_intranode._src.selection.overlap.profiles import H200, H200_FACTS, Profile
+from jax_intranode._src.selection.overlap.profiles import H200, H200_FACTS, GpuFacts, Profile
 from jax_intranode._src.selection.overlap.sizes import Sizes
 
 GATHER, SCATTER = "all_gather_matmul", "matmul_reduce_scatter"
@@ -276,8 +275,10 @@ def test_the_processes_of_a_mesh_agree_on_a_profile() -> None:
 
     both = met(ours, theirs)
     assert both.reason_for_no_matmuls is None
-    assert both.profile is not None and both.profile == met(theirs, ours).profile
-    assert met(H200_FACTS, H200_FACTS).profile is H200
+    assert isinstance(both.shipped_profile, Profile)
+    assert both.shipped_profile == met(theirs, ours).shipped_profile
+    assert met(H200_FACTS, H200_FACTS).shipped_profile is H200
     without = met(H200_FACTS, facts("NVIDIA B200", capability=(10, 0)))
-    assert without.profile is None
-    assert without.reason_for_no_matmuls == "not measured on blackwell GPUs"
+    assert (
+        without.reason_for_no_matmuls == without.shipped_profile == "not measured on blackwell GPUs"
+    )

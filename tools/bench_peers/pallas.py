@@ -8,9 +8,9 @@ from typing import Any
 import jax.numpy as jnp
 
 from bench_peers.peer import Peer, Unavailable
+from jax_intranode._src.command_line import machine
 from jax_intranode._src.command_line.bench.settings import Settings
 from jax_intranode._src.command_line.launcher.runs import SINGLE_PROCESS, ProgressLine, run_function
-from jax_intranode._src.group import nvml
 
 _DTYPES = ("bfloat16", "float16")
 
@@ -27,7 +27,7 @@ def _measure(
     dtypes = [name for name in settings.dtypes if jnp.dtype(name).name in _DTYPES]
     if not dtypes:
         raise Unavailable(f"it takes only {', '.join(_DTYPES)}")
-    gpus = nvml.visible_gpus()
+    gpus = machine.visible_gpus()
     if settings.devices != gpus:
         raise Unavailable(
             f"it runs on all GPUs that JAX sees, {gpus}, and --devices is {settings.devices}; set "

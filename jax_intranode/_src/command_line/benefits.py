@@ -8,9 +8,8 @@ from jax_intranode._src.group import slabs
 from jax_intranode._src.native import extension
 from jax_intranode._src.report import explain
 from jax_intranode._src.selection import config, select, table, tuning
-from jax_intranode._src.selection.gpu_facts import GpuFacts
 from jax_intranode._src.selection.overlap import choice, profiles
-from jax_intranode._src.selection.overlap.profiles import Profile
+from jax_intranode._src.selection.overlap.profiles import GpuFacts, Profile
 from jax_intranode._src.selection.overlap.sizes import Sizes
 
 _KB, _MB = 1 << 10, 1 << 20

@@ -16,7 +16,6 @@ from jax_intranode._src.command_line.bench import report
 from jax_intranode._src.command_line.bench.settings import Settings
 from jax_intranode._src.command_line.launcher.runs import PROCESS_PER_DEVICE, ProgressLine
 from jax_intranode._src.command_line.options import WrongInput
-from jax_intranode._src.group import nvml
 
 DESCRIPTION = (
     "Shows what this package gains on this machine, in about half a minute. On two or more GPUs it "
@@ -54,7 +53,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Measures, and prints a table for each operation; returns the exit code."""
-    gpus = nvml.visible_gpus()
+    gpus = machine.visible_gpus()
     if arguments.platform == "gpu" and gpus < 2:
         raise WrongInput(
             f"--platform gpu: {gpus} GPU(s) are visible here, and a group has 2 or more: choose "

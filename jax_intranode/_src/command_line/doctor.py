@@ -33,7 +33,7 @@ from jax_intranode._src.command_line.launcher.runs import (
     run_function,
 )
 from jax_intranode._src.command_line.options import add_json
-from jax_intranode._src.group import nvml, topology
+from jax_intranode._src.group import topology
 
 DESCRIPTION = (
     "Checks whether this package works on this node: versions, driver, links, memory, shared "
@@ -265,7 +265,7 @@ def _usable_gpus(found: dict[str, Any]) -> int:
     """The GPUs that tests can use: those that CUDA shows, if the CUDA part was built."""
     if not found["cuda_part"]["built"] or found["cuda_part"]["error"]:
         return 0
-    return 0 if os.environ.get("JAX_PLATFORMS") == "cpu" else nvml.visible_gpus()
+    return 0 if os.environ.get("JAX_PLATFORMS") == "cpu" else machine.visible_gpus()
 
 
 def _probe(

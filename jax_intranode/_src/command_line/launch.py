@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+from jax_intranode._src.command_line import machine
 from jax_intranode._src.command_line import run as run_command
 from jax_intranode._src.command_line.launcher import start_rank
 from jax_intranode._src.command_line.launcher.job import ABORT_S, START_RANK, Job, Streams
@@ -20,7 +21,6 @@ from jax_intranode._src.command_line.launcher.output import RankOutput, Screen, 
 from jax_intranode._src.command_line.launcher.rank import rank_env
 from jax_intranode._src.command_line.launcher.service import coordination_service
 from jax_intranode._src.command_line.options import WrongInput, integer_from, positive_number
-from jax_intranode._src.group import nvml
 from jax_intranode._src.selection import config
 
 DESCRIPTION = (
@@ -324,7 +324,7 @@ def _program(arguments: argparse.Namespace) -> list[str]:
 
 def _world_size(arguments: argparse.Namespace) -> int:
     """The number of processes."""
-    gpus, wanted = nvml.visible_gpus(), arguments.processes
+    gpus, wanted = machine.visible_gpus(), arguments.processes
     of_jax = os.environ.get("JAX_PLATFORMS") or ("cuda" if gpus else "cpu")
     if arguments.platform == "cpu" or (arguments.platform == "auto" and of_jax == "cpu"):
         if wanted is None:

@@ -27,11 +27,28 @@ def driver() -> dict[str, str | None]:
     return {"version": version, "cuda": f"{cuda // 1000}.{cuda % 1000 // 10}", "reason": None}
 
 
+def visible_gpus() -> int:
+    """The number of GPUs that CUDA programs see here; 0 where NVML cannot be used."""
+    try:
+        with nvml.session() as module:
+            count = int(module.nvmlDeviceGetCount())
+    except Exception:
+        return 0
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")  # NVML ignores it
+    if visible is None:
+        return count
+    names = [name.strip() for name in visible.split(",")]
+    for end in ("", "-1"):  # CUDA sees those before the first that it does not know
+        if end in names:
+            names = names[: names.index(end)]
+    return min(count, len(names)) if count else 0
+
+
 def chosen_platform(asked: str) -> str:
     """Returns "cpu" or "gpu": what was asked for, or for "auto" what JAX would use."""
     if asked != "auto":
         return asked
-    return "gpu" if os.environ.get("JAX_PLATFORMS") != "cpu" and nvml.visible_gpus() else "cpu"
+    return "gpu" if os.environ.get("JAX_PLATFORMS") != "cpu" and visible_gpus() else "cpu"
 
 
 def platform_and_devices(
@@ -47,7 +64,7 @@ def platform_and_devices(
     Raises:
         WrongInput: there are not as many.
     """
-    gpus, platform = nvml.visible_gpus(), chosen_platform(arguments.platform)
+    gpus, platform = visible_gpus(), chosen_platform(arguments.platform)
     if platform == "cpu":
         return platform, arguments.devices or of_cpu
     if not gpus:
@@ -71,7 +88,7 @@ def platform_and_devices(
 
 def has_one_gpu() -> bool:
     """Whether the ranks of a job have to share a GPU (`launcher.sharing_env`)."""
-    return nvml.visible_gpus() == 1
+    return visible_gpus() == 1
 
 
 def load() -> tuple[float, int]:

@@ -52,9 +52,7 @@ class Rendezvous:
         epoch_buffer_bytes: bytes of each of the two epoch buffers of a region.
         ring_bytes: bytes of a device's ring buffer; 0 if there is none.
         reason_for_no_matmuls: why collective matmuls are not overlapped; None if they may be.
-        profile: the GPUs' constants, by which the plans of collective matmuls are chosen; None if
-            these are not overlapped.
-        shipped_profile: the same without a tuning, or why there is none.
+        shipped_profile: the GPUs' constants without a tuning, or why there are none.
         addresses: the address of each peer's slab, by local device id and the peer's id.
         memory: owns the slabs.
         records: the address of each local device's failure records, by device id.
@@ -62,7 +60,6 @@ class Rendezvous:
         beside: by partition, why its calls can't run beside other work, or None if they can.
         watch: the watch over the other processes of this host; None if there are none, or if they
             can't be watched.
-        description: what the log says of it if there are communicators.
         peer_buffers: the open peer buffers, by name (peer_buffer.py).
         peer_buffers_made: how often a peer buffer of a name was asked for.
     """
@@ -77,7 +74,6 @@ class Rendezvous:
     epoch_buffer_bytes: int = 0
     ring_bytes: int = 0
     reason_for_no_matmuls: str | None = None
-    profile: Profile | None = None
     shipped_profile: Profile | str | None = None
     addresses: dict[int, dict[int, int]] = field(default_factory=dict)
     memory: list[Any] = field(default_factory=list)
@@ -85,7 +81,6 @@ class Rendezvous:
     communicators: dict[Partition, str | None] = field(default_factory=dict)
     beside: dict[Partition, str | None] = field(default_factory=dict)
     watch: peers.Watch | None = None
-    description: str = ""
     peer_buffers: dict[str, Any] = field(default_factory=dict)
     peer_buffers_made: dict[str, int] = field(default_factory=dict)
 

@@ -5,6 +5,7 @@ A communicator needs a region of the slabs, the same one on all devices: the fir
 asks claims the next free region in the key-value store, and the others find the claim there.
 """
 
+from collections.abc import Mapping
 from itertools import combinations
 
 import jax
@@ -154,17 +155,12 @@ def _add_beside(rendezvous: Rendezvous, groups: Partition) -> str | None:
     region = _claim_region(rendezvous, groups, " beside")
     if region is None:
         return f"the slab's {slabs.REGIONS} regions serve other groups of these devices"
-    module = extension.module(rendezvous.platform)
-    offset = slabs.PROBE_BYTES + region * rendezvous.region_bytes()
-    records = {
-        native_ordinal(rendezvous.devices[i]): record + region * module.RECORD_BYTES
-        for i, record in rendezvous.records.items()
-    }
-    regions = [
-        (ordinal, addresses, records[ordinal])
-        for ordinal, addresses in _addresses(rendezvous, groups, offset)
-    ]
-    module.add_beside(list(groups.device_ids), groups.group_size, regions)
+    members = _members_in_region(rendezvous, groups, region)
+    extension.module(rendezvous.platform).add_beside(
+        list(groups.device_ids),
+        groups.group_size,
+        [(ordinal, addresses, record) for ordinal, _, _, addresses, record in members],
+    )
     return None
 
 
@@ -186,30 +182,21 @@ def _create(rendezvous: Rendezvous, groups: Partition) -> str | None:
             "program can use that many partitions of a mesh"
         )
     module = extension.module(rendezvous.platform)
-    offset = slabs.PROBE_BYTES + region * rendezvous.region_bytes()
-    links = _links(rendezvous, groups)
-    members = []
-    for number, group in enumerate(groups.groups()):
-        for rank, device_id in enumerate(group):
-            if device_id in rendezvous.addresses:
-                regions = [
-                    address and address + offset
-                    for address in (rendezvous.addresses[device_id][peer] for peer in group)
-                ]
-                ordinal = native_ordinal(rendezvous.devices[device_id])
-                record = rendezvous.records[device_id] + region * module.RECORD_BYTES
-                members.append((ordinal, number, rank, regions, record))
     module.create_communicator(
         list(groups.device_ids),
         groups.group_size,
-        members,
+        _members_in_region(rendezvous, groups, region),
         rendezvous.epoch_buffer_bytes,
         config.get().wait_s,
         rendezvous.memory,
-        links,
+        _links(rendezvous, groups),
     )
     if rendezvous.reason_for_no_matmuls is None:
-        _add_rings(rendezvous, groups)
+        # The ring buffers lie behind the slabs.
+        behind = config.get().slab_bytes(rendezvous.platform)
+        members = members_of(rendezvous, groups, rendezvous.addresses, rendezvous.records, behind)
+        rings = [(ordinal, addresses) for ordinal, _, _, addresses, _ in members]
+        module.add_rings(list(groups.device_ids), groups.group_size, rings, rendezvous.ring_bytes)
     return None
 
 
@@ -268,24 +255,39 @@ def _claim_region(rendezvous: Rendezvous, groups: Partition, purpose: str = "") 
     return None
 
 
-def _add_rings(rendezvous: Rendezvous, groups: Partition) -> None:
-    """Gives a communicator the ring buffers of its devices, which lie behind the slabs."""
-    rings = _addresses(rendezvous, groups, config.get().slab_bytes(rendezvous.platform))
-    extension.module(rendezvous.platform).add_rings(
-        list(groups.device_ids), groups.group_size, rings, rendezvous.ring_bytes
-    )
+# A local device of a partition, as the native module takes it: its ordinal, the number of its group
+# and its rank there, the addresses of the ranks' memory (0: not linked), and that of its record.
+Member = tuple[int, int, int, list[int], int]
 
 
-def _addresses(
-    rendezvous: Rendezvous, groups: Partition, offset: int
-) -> list[tuple[int, list[int]]]:
-    """For each local device, what lies at an offset of the slabs of its group's ranks."""
+def members_of(
+    rendezvous: Rendezvous,
+    groups: Partition,
+    addresses: Mapping[int, Mapping[int, int]],
+    records: Mapping[int, int],
+    offset: int = 0,
+) -> list[Member]:
+    """The local devices of a partition, with what lies at an offset of each rank's memory.
+
+    `addresses` are those of each peer's memory, by local device id and the peer's id, and `records`
+    those of the local devices' failure records.
+    """
     return [
         (
             native_ordinal(rendezvous.devices[i]),
-            [rendezvous.addresses[i][peer] + offset for peer in group],
+            number,
+            rank,
+            [addresses[i][peer] and addresses[i][peer] + offset for peer in group],
+            records[i],
         )
-        for group in groups.groups()
-        for i in group
-        if i in rendezvous.addresses
+        for number, group in enumerate(groups.groups())
+        for rank, i in enumerate(group)
+        if i in addresses
     ]
+
+
+def _members_in_region(rendezvous: Rendezvous, groups: Partition, region: int) -> list[Member]:
+    record_bytes = extension.module(rendezvous.platform).RECORD_BYTES
+    records = {i: record + region * record_bytes for i, record in rendezvous.records.items()}
+    offset = slabs.PROBE_BYTES + region * rendezvous.region_bytes()
+    return members_of(rendezvous, groups, rendezvous.addresses, records, offset)

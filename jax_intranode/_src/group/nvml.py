@@ -1,7 +1,6 @@
 """NVML, the management library of NVIDIA's driver: a session with it, or the reason for none."""
 
 import contextlib
-import os
 from collections.abc import Iterator
 from types import ModuleType
 
@@ -31,20 +30,3 @@ def session() -> Iterator[ModuleType]:
         yield pynvml
     finally:
         pynvml.nvmlShutdown()  # NVML counts its users: another one in this process stays
-
-
-def visible_gpus() -> int:
-    """The number of GPUs that CUDA programs see here; 0 where NVML cannot be used."""
-    try:
-        with session() as module:
-            count = int(module.nvmlDeviceGetCount())
-    except Exception:
-        return 0
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")  # NVML ignores it
-    if visible is None:
-        return count
-    names = [name.strip() for name in visible.split(",")]
-    for end in ("", "-1"):  # CUDA sees those before the first that it does not know
-        if end in names:
-            names = names[: names.index(end)]
-    return min(count, len(names)) if count else 0

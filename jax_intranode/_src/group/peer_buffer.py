@@ -506,23 +506,12 @@ def _make(
                 f"process {process} of the mesh makes {text}, this one {wanted}"
             )
     own, addresses = slabs.share(agreed, prefix, deadline, allocate, owners)
-    members = [
-        (
-            native_ordinal(agreed.devices[i]),
-            number,
-            rank,
-            [addresses[i][peer] for peer in group],
-            own[i].records,
-        )
-        for number, group in enumerate(partition.groups())
-        for rank, i in enumerate(group)
-        if i in own
-    ]
+    records = {i: memory.records for i, memory in own.items()}
     module.create_peer_buffer(
         name,
         list(partition.device_ids),
         partition.group_size,
-        members,
+        communicator.members_of(agreed, partition, addresses, records),
         -(-_nbytes(shape, dtype) // 32) * 32,
         config.get().wait_s,
         owners,

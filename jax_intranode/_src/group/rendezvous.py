@@ -8,13 +8,14 @@ same program.
 
 import contextlib
 import dataclasses
+import functools
 import hashlib
 import importlib
 import logging
 import os
 import platform as host_platform
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,6 @@ from jax_intranode._src.health import failures, peers
 from jax_intranode._src.jax_private import distributed
 from jax_intranode._src.native import definitions, extension
 from jax_intranode._src.selection import config, records, select, tuning
-from jax_intranode._src.selection.gpu_facts import GpuFacts
 from jax_intranode._src.selection.overlap import choice, profiles
 from jax_intranode._src.selection.quoting import shown
 
@@ -78,8 +78,6 @@ def rendezvous_of(devices: Iterable[Any]) -> Rendezvous:
                     list(key),
                     rendezvous.reason,
                 )
-            else:
-                _log.info(rendezvous.description)
     raise_if_failed(rendezvous.devices.values())
     return rendezvous
 
@@ -143,8 +141,9 @@ def _perform(rendezvous: Rendezvous, processes: list[int]) -> None:
     # A process that can't go on claims the verdict at once. The first process claims it when all is
     # well. If it doesn't, the first process that gives up waiting for it does.
     verdict: str | None
+    description = ""
     try:
-        _share_slabs(rendezvous, deadline)
+        description = _share_slabs(rendezvous, deadline)
         if jax.process_index() == processes[0]:
             verdict = store.claim("verdict", "")
         else:
@@ -166,6 +165,7 @@ def _perform(rendezvous: Rendezvous, processes: list[int]) -> None:
         failures.watch(rendezvous.platform, _process_of, config.get().report_after_s)
         # Programs keep alive what they still use.
         distributed.at_end_of_backends(forget_all)
+        _log.info(description)
 
 
 def all_rendezvous() -> list[Rendezvous]:
@@ -173,13 +173,13 @@ def all_rendezvous() -> list[Rendezvous]:
     return list(_all.values())
 
 
-def _share_slabs(rendezvous: Rendezvous, deadline: key_value_store.Deadline) -> None:
-    """Fills in the rendezvous, or raises why it can't. Every stage ends with an exchange."""
+def _share_slabs(rendezvous: Rendezvous, deadline: key_value_store.Deadline) -> str:
+    """Fills in the rendezvous, or raises why it can't. Every stage ends with an exchange.
 
-    def attempt(stage: str, step: Callable[[], Any]) -> list[Any]:
-        return rendezvous.exchange(stage, step, deadline)
-
-    hellos = attempt("hello", lambda: _hello(rendezvous))
+    Returns:
+        What the log says of it.
+    """
+    hellos = rendezvous.exchange("hello", lambda: _hello(rendezvous), deadline)
     ids_of_processes = agreed.device_ids_of(rendezvous)
     with reading("hello"):
         rendezvous.linked = _check_hellos(hellos)
@@ -207,9 +207,10 @@ def _share_slabs(rendezvous: Rendezvous, deadline: key_value_store.Deadline) -> 
         rendezvous.memory,
     )[1]
     local, peers = agreed.devices_of_host(rendezvous)
-    attempt("write", lambda: slabs_lib.probe(rendezvous, local, peers, write=True))
-    attempt("read", lambda: slabs_lib.probe(rendezvous, local, peers, write=False))
-    rendezvous.description = log_line.describe(rendezvous, hellos)
+    probe = functools.partial(slabs_lib.probe, rendezvous, local, peers)
+    rendezvous.exchange("write", lambda: probe(write=True), deadline)
+    rendezvous.exchange("read", lambda: probe(write=False), deadline)
+    return log_line.describe(rendezvous, hellos)
 
 
 def _watch(
@@ -307,7 +308,7 @@ def _reason_for_no_matmuls(rendezvous: Rendezvous, hellos: list[dict[str, Any]])
         return "CPU devices"
     facts = [device["facts"] for hello in hellos for device in hello["devices"]]
     kinds = [device.device_kind for device in rendezvous.devices.values()]
-    known = [records.from_json(GpuFacts, of_one) for of_one in facts]
+    known = [records.from_json(profiles.GpuFacts, of_one) for of_one in facts]
     rendezvous.shipped_profile = profiles.from_facts(known)
     profile = tuning.profile_for(kinds) or rendezvous.shipped_profile
     if isinstance(profile, str):
@@ -321,7 +322,6 @@ def _reason_for_no_matmuls(rendezvous: Rendezvous, hellos: list[dict[str, Any]])
         return "JAX_INTRANODE_RING_MIB=0"
     if rendezvous.linked:
         return "a hybrid cube mesh"
-    rendezvous.profile = profile
     return None
 
 

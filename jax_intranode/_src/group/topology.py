@@ -14,7 +14,7 @@ from typing import Any
 
 from jax_intranode._src.group import nvml as nvml_lib
 from jax_intranode._src.selection import config
-from jax_intranode._src.selection.gpu_facts import GpuFacts
+from jax_intranode._src.selection.overlap.profiles import GpuFacts
 
 _SWITCH = "switch"  # what `_remote_end` returns for a switch
 

@@ -19,7 +19,7 @@ from typing import Any
 
 import jax
 
-from jax_intranode._src.health import call_sites, waits
+from jax_intranode._src.health import call_sites, counts
 from jax_intranode._src.jax_private import runtime_errors
 from jax_intranode._src.native import definitions, extension
 
@@ -120,7 +120,7 @@ def _follow() -> None:
         for is_wait, text in module.take_warnings():
             _logged(logging.WARNING, text)
             if is_wait:
-                waits.waited(text)
+                counts.waited(text)
         current()
 
 

@@ -3,7 +3,6 @@
 ``_host`` serves CPU devices, ``_cuda`` serves GPUs. Both have the same functions.
 """
 
-import functools
 import importlib.util
 import pathlib
 from types import ModuleType
@@ -61,7 +60,6 @@ def _on_duration(event: str, duration_secs: float, **kwargs: str | int) -> None:
 jax.monitoring.register_event_duration_secs_listener(_on_duration)
 
 
-@functools.cache
 def module(platform: str) -> Any:
     """The native module for a device platform ("cpu" or "gpu"); None if it was not built."""
     return _modules.get(platform)

@@ -3,7 +3,7 @@
 Importing any of them registers the rules of all, since differentiation binds the primitives of
 others. No file here imports the package itself. Each imports files below it only:
 
-    counts, fallback, lowering_site
+    fallback, lowering_site
     primitive
     global_arrays
     collective           <- psum, psum_scatter, all_gather, all_to_all

@@ -15,7 +15,6 @@ from jax_intranode._src.ops.collective import (
     all_gather_p,
     psum_scatter_p,
 )
-from jax_intranode._src.ops.primitive import nbytes
 
 
 def all_gather(
@@ -113,7 +112,6 @@ def _batched(params: AllGatherParams, d: int) -> tuple[AllGatherParams, int]:
 collective.register(
     all_gather_p,
     shape=_shape,
-    sent_bytes=lambda x, params: nbytes(x),
     join=lambda parts, shape, params: jnp.moveaxis(parts, 0, params.axis).reshape(shape),
     transposed=lambda params: (
         psum_scatter_p,

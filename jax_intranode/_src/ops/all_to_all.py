@@ -12,7 +12,6 @@ from jax import lax
 from jax_intranode._src.ops import collective, fallback
 from jax_intranode._src.ops.annotations import AxisNames, PyTree
 from jax_intranode._src.ops.collective import AllToAllParams, all_to_all_p
-from jax_intranode._src.ops.primitive import nbytes
 
 
 def all_to_all(
@@ -141,7 +140,6 @@ def _batched(params: AllToAllParams, d: int) -> tuple[AllToAllParams, int]:
 collective.register(
     all_to_all_p,
     shape=_shape,
-    sent_bytes=lambda x, params: nbytes(x) // params.world_size,
     divide=lambda x, params: collective.stack_parts(x, params.split, params.world_size),
     join=lambda parts, shape, params: jnp.moveaxis(parts, 0, params.concat).reshape(shape),
     transposed=lambda params: (

@@ -19,10 +19,10 @@ from jax.interpreters import ad, mlir
 from jax_intranode._src.group import agreed, communicator
 from jax_intranode._src.group import partition as partition_lib
 from jax_intranode._src.group import rendezvous as rendezvous_lib
-from jax_intranode._src.health import call_sites
+from jax_intranode._src.health import call_sites, counts
 from jax_intranode._src.jax_private import lowering_context, streams, trace_state
 from jax_intranode._src.native import definitions, extension
-from jax_intranode._src.ops import counts, fallback
+from jax_intranode._src.ops import fallback
 from jax_intranode._src.ops.lowering_site import LoweringSite
 from jax_intranode._src.ops.primitive import Decision, Operation, OpPrimitive, nbytes
 from jax_intranode._src.selection import config, select, table, tuning
@@ -482,7 +482,6 @@ def register(
     primitive: OpPrimitive,
     *,
     shape: Callable[[list[int], Any], tuple[int, ...]],
-    sent_bytes: Callable[[Any, Any], int],
     transposed: Callable[[Any], tuple[OpPrimitive, Params]],
     batched: Callable[[Any, int], tuple[Params, int]],
     hidden_dim: int | None,
@@ -495,7 +494,6 @@ def register(
     Args:
         primitive: its primitive.
         shape: (shape of the operand as a list, params) -> shape of the result.
-        sent_bytes: (type of the operand, params) -> bytes that a rank sends to each peer.
         transposed: params -> the collective that is the transpose, and its parameters.
         batched: (params, batch dimension) -> parameters with one more dimension, and the batch
             dimension of the result.
@@ -520,7 +518,8 @@ def register(
         else:
             assert site.mesh is not None  # or there would be a reason
             choose = chooser(operation, site.mesh, params.axes, aval.dtype, params.overlap)
-            selected = choose(sent_bytes(aval, params))
+            # What a rank sends to each peer.
+            selected = choose(nbytes(aval) // (1 if divide is None else params.world_size))
 
         def lower(ctx: Any, x: Any) -> list[Any]:
             if selected.algorithm == "lax":

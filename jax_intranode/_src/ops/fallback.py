@@ -12,9 +12,8 @@ from typing import Any
 import jax
 from jax.core import ShapedArray
 
-from jax_intranode._src.health import call_sites
+from jax_intranode._src.health import call_sites, counts
 from jax_intranode._src.jax_private import trace_state
-from jax_intranode._src.ops import counts
 from jax_intranode._src.selection import config, select
 
 _log = logging.getLogger("jax_intranode")

@@ -14,9 +14,10 @@ from jax.interpreters import mlir
 from jax_intranode._src.group import communicator
 from jax_intranode._src.group import partition as partition_lib
 from jax_intranode._src.group import rendezvous as rendezvous_lib
+from jax_intranode._src.health import counts
 from jax_intranode._src.jax_private import lowering_context
 from jax_intranode._src.native import definitions, extension
-from jax_intranode._src.ops import collective, counts
+from jax_intranode._src.ops import collective
 from jax_intranode._src.ops.lowering_site import LoweringSite
 from jax_intranode._src.selection import config, select, tuning
 from jax_intranode._src.selection.overlap import choice, profiles

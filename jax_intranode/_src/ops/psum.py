@@ -144,9 +144,8 @@ def operations(
     whole = choose(nonempty)
     on_gpus = mesh.devices.flat[0].platform == "gpu"
     # On GPUs XLA sums all arrays at once; on CPUs, one by one.
-    if whole.algorithm == "lax" and (len(nonempty) == 1 or on_gpus):
-        return [(nonempty, whole)]
-    if whole.algorithm != "lax" and len(nonempty) <= definitions.MAX_BUFFERS:
+    most = (math.inf if on_gpus else 1) if whole.algorithm == "lax" else definitions.MAX_BUFFERS
+    if len(nonempty) <= most:
         return [(nonempty, whole)]
     # Each operation takes as many of the arrays, in order, as can be accelerated together.
     parts: list[Part] = []

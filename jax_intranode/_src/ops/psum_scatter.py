@@ -114,7 +114,6 @@ def _batched(params: PsumScatterParams, d: int) -> tuple[PsumScatterParams, int]
 collective.register(
     psum_scatter_p,
     shape=_shape,
-    sent_bytes=lambda x, params: x.size // params.world_size * x.dtype.itemsize,
     divide=_divide,
     transposed=lambda params: (
         all_gather_p,

@@ -3,9 +3,8 @@
 from dataclasses import dataclass, field
 
 from jax_intranode._src.group import communicator
-from jax_intranode._src.health import waits
+from jax_intranode._src.health import counts
 from jax_intranode._src.native import extension
-from jax_intranode._src.ops import counts
 
 # What `usage_counter` and `extension.handler_calls` were at the last reset.
 _operations_before = 0
@@ -119,8 +118,7 @@ def stats(*, reset: bool = False) -> Stats:
     operations, handler_calls = total - _operations_before, calls - _handler_calls_before
     if reset:
         _operations_before, _handler_calls_before = total, calls
-    lowered, nbytes, fallbacks = counts.take(reset)
-    long_waits = waits.take(reset)
+    lowered, nbytes, fallbacks, waits = counts.take(reset)
     return Stats(
         operations=operations,
         lowered=tuple(
@@ -130,6 +128,6 @@ def stats(*, reset: bool = False) -> Stats:
             )
         ),
         fallbacks=tuple(Fallback(*key, count) for key, count in fallbacks.most_common()),
-        waits=long_waits,
+        waits=waits,
         handler_calls=handler_calls,
     )

@@ -143,7 +143,7 @@ def _parse_peers(text: str) -> list[str]:
     return list(peers) if text == "all" else options.names_from((*peers, "all"))(text)
 
 
-def _parse_plan(text: str) -> dict[str, int]:
+def _parse_plan(text: str) -> dict[str, Any]:
     """Returns the fields of the plan that "tile_columns=192,direct=1" stands for."""
     try:
         return dataclasses.asdict(parse_plan(text))

@@ -21,7 +21,7 @@ from jax_intranode._src.command_line.bench.settings import Settings
 from jax_intranode._src.group import rendezvous as rendezvous_lib
 from jax_intranode._src.selection import tuning
 from jax_intranode._src.selection.overlap import choice
-from jax_intranode._src.selection.overlap import plan as plan_lib
+from jax_intranode._src.selection.overlap.plan import Plan
 from jax_intranode._src.selection.overlap.profiles import H200, Profile
 
 # A chain should take this long on a GPU. A repetition is CHAINS chains.
@@ -46,7 +46,7 @@ def measure(
     """
     if settings.plan is not None:
         unforced = dataclasses.replace(settings, plan=None)
-        with choice.forced(plan_lib.from_values(settings.plan)):
+        with choice.forced(Plan(**settings.plan)):
             return measure(unforced, mesh, dtype_name, shape)
     matmul, backward = MATMULS[settings.name], settings.backward
     dtype = np.dtype(jnp.dtype(dtype_name))
@@ -224,8 +224,10 @@ def _moved(x: Any, results: list[Any]) -> Any:
 
 
 def _profile(mesh: Mesh) -> Profile:
-    """Returns the constants of the GPUs; the H200's where matmuls are not overlapped."""
-    return rendezvous_lib.rendezvous_of(mesh.devices.flat).profile or H200
+    """Returns the constants of the GPUs; the H200's where none are known."""
+    tuned = tuning.profile_for(device.device_kind for device in mesh.devices.flat)
+    found = tuned or rendezvous_lib.rendezvous_of(mesh.devices.flat).shipped_profile
+    return found if isinstance(found, Profile) else H200
 
 
 def chain_length(settings: Settings, dtype_name: str, shape: Shape) -> int:

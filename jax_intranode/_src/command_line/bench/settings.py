@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import Any
 
 import jax.numpy as jnp
 
@@ -45,7 +46,7 @@ class Settings:
     chain: int | None = None
     shapes: list[list[int]] = field(default_factory=list)
     backward: bool = False
-    plan: dict[str, int] | None = None
+    plan: dict[str, Any] | None = None
     settle_ms: int = 0
 
     @property

@@ -5,7 +5,6 @@ attribute `plan`, and the names that `bench --plan` and tools/fused_probe.cu tak
 """
 
 import dataclasses
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -112,21 +111,28 @@ _FIELDS = {field.name: field for field in dataclasses.fields(Plan)}
 _DEFAULTS = Plan()
 
 
-def from_values(values: Mapping[str, int | bool]) -> Plan:
-    """Returns the plan with these fields; the others have their defaults.
+def parse(text: str) -> Plan:
+    """Returns the plan that "tile_columns=192,direct=1" stands for; other fields have defaults.
 
     Raises:
-        ValueError: a name is unknown, or a value is out of range.
+        ValueError: it isn't of this form, a name is unknown, or a value is out of range.
     """
-    plan = {}
-    for name, value in values.items():
+    plan: dict[str, Any] = {}
+    for assignment in text.split(","):
+        name, equals, digits = (part.strip() for part in assignment.partition("="))
+        if not equals or not digits.isdecimal():
+            raise ValueError(
+                f"{assignment!r} is not NAME=INTEGER; the names are {', '.join(_FIELDS)}"
+            )
+        if name in plan:
+            raise ValueError(f"{name} is given twice")
         if name not in _FIELDS:
             raise ValueError(f"a plan has no {name!r}; it has {', '.join(_FIELDS)}")
-        field = _FIELDS[name]
+        value, field = int(digits), _FIELDS[name]
         least, most = field.metadata["least"], field.metadata["most"]
         if value < least or (most is not None and value > most):
             allowed = f"integers from {least} {'on' if most is None else f'to {most}'}"
-            raise ValueError(f"{name}={int(value)}: it takes {allowed}")
+            raise ValueError(f"{name}={value}: it takes {allowed}")
         plan[name] = type(getattr(_DEFAULTS, name))(value)
     if plan.get("tile_columns", 0) not in (0, *definitions.TILE_COLUMNS):
         raise ValueError(
@@ -134,25 +140,6 @@ def from_values(values: Mapping[str, int | bool]) -> Plan:
             f"{', '.join(map(str, definitions.TILE_COLUMNS))}"
         )
     return Plan(**plan)
-
-
-def parse(text: str) -> Plan:
-    """Returns the plan that "tile_columns=192,direct=1" stands for.
-
-    Raises:
-        ValueError: it isn't of this form, a name is unknown, or a value is out of range.
-    """
-    values = {}
-    for assignment in text.split(","):
-        name, equals, value = (part.strip() for part in assignment.partition("="))
-        if not equals or not value.isdecimal():
-            raise ValueError(
-                f"{assignment!r} is not NAME=INTEGER; the names are {', '.join(_FIELDS)}"
-            )
-        if name in values:
-            raise ValueError(f"{name} is given twice")
-        values[name] = int(value)
-    return from_values(values)
 
 
 def describe_fields() -> str:

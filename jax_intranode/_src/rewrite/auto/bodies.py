@@ -1,6 +1,5 @@
 """The shard_maps of groups of operations, judged by what runs of them, and lowered."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -88,8 +87,8 @@ class Bodies:
     def _judge(self, group: Group) -> Judged:
         inputs, _ = group.inputs()
         body = group.body()
-        # Call sites have the name of the program that they are in.
-        body.__name__ = self._name
+        # Call sites have the name of the program that they are in, which is that of what is jitted.
+        body.__name__ = body.__qualname__ = self._name
         mapped = jax.shard_map(
             body,
             mesh=self._program.mesh,
@@ -97,7 +96,7 @@ class Bodies:
             out_specs=[partition_spec(m.plan.result) for m in group.members for _ in m.outputs()],
             check_vma=False,
         )
-        traced = jax.jit(_named(mapped, body.__name__)).trace(*[one.aval for one in inputs])
+        traced = jax.jit(mapped).trace(*[one.aval for one in inputs])
         jaxpr = jaxpr_walk.without_dead_code(traced.jaxpr)
         (equation,) = jaxpr.eqns
         rewritten, record = rewrite_shard_map(self._site, equation.params)
@@ -144,11 +143,3 @@ class Bodies:
         if not calls or any(o.name == "func.call" for o in walk(regions[0])):
             return None
         return Body(judged, regions[0], module, calls)
-
-
-def _named(function: Callable[..., Any], name: str) -> Callable[..., Any]:
-    def call(*operands: Any) -> Any:
-        return function(*operands)
-
-    call.__name__ = call.__qualname__ = name
-    return call

@@ -40,8 +40,8 @@ class Step:
 
     Attributes:
         name: the operation.
-        operands: each is the index of an input of the tail, of which the sum is the first, or of
-            an earlier step, after the inputs; or a number, as a float.
+        operands: each is the place of an input or of an earlier step among the tail's steps; or a
+            number, as a float.
         how: its parameters.
         shape: of its result.
         dtype: of its result.
@@ -54,7 +54,7 @@ class Step:
     dtype: str
 
     def __call__(self, known: Sequence[Any]) -> Any:
-        """The result, given the inputs and the results of the steps before."""
+        """The result, given the inputs and results of the steps before."""
         xs = [
             lax.full(self.shape, x, self.dtype) if isinstance(x, float) else known[x]
             for x in self.operands
@@ -77,16 +77,17 @@ class Tail:
     Attributes:
         operations: the MLIR operations, in order.
         inputs: what else they use.
-        steps: what they compute, and what computes their operands of inputs.
+        steps: what they compute, and what computes their operands of inputs. None stands for an
+            input, of which the sum is the first.
         outputs: the values that others need.
-        results: their indices among the inputs and steps.
+        results: their places among the steps.
     """
 
     operations: tuple[Any, ...]
     inputs: tuple[Any, ...]
-    steps: tuple[Step, ...]
+    steps: tuple[Step | None, ...]
     outputs: tuple[Any, ...]
-    results: tuple[int, ...]
+    results: tuple[Any, ...]
 
     def key(self) -> Any:
         """Identifies what it computes, but for the inputs."""
@@ -94,9 +95,10 @@ class Tail:
 
     def __call__(self, total: Any, others: Sequence[Any]) -> list[Any]:
         """The outputs, from the sum and the other inputs."""
-        known = [total, *others]
+        inputs = iter((total, *others))
+        known: list[Any] = []
         for step in self.steps:
-            known.append(step(known))
+            known.append(next(inputs) if step is None else step(known))
         return [known[i] for i in self.results]
 
 
@@ -111,13 +113,12 @@ class _Reader:
         """`own` are all operations that need the sum, by number; all else is there before."""
         self._own = own
         self._program = program
-        self.inputs: list[Any] = [total]
-        self.steps: list[Step] = []
-        # References: the indices of steps are negative until the number of inputs is known.
+        self.inputs: list[Any] = []
+        self.steps: list[Step | None] = [None]
         self.known: dict[Any, int | float] = {total: 0}
 
     def read(self, value: Any) -> int | float:
-        """The reference to a value."""
+        """The place of a value among the steps; or the number that it is, as a float."""
         if value not in self.known:
             self.known[value] = self._read(value)
         return self.known[value]
@@ -131,7 +132,8 @@ class _Reader:
         if of_constant is not None:
             return of_constant
         self.inputs.append(value)
-        return len(self.inputs) - 1
+        self.steps.append(None)
+        return len(self.steps) - 1
 
     def _step(self, operation: Any, value: Any) -> int | float:
         name, spec = operation.name, self._spec(value)
@@ -170,7 +172,7 @@ class _Reader:
             else:
                 self._check(name in _ELEMENTWISE)
         self.steps.append(Step(name, tuple(refs), how, shape, found.dtype.name))
-        return -len(self.steps)
+        return len(self.steps) - 1
 
     def _spec(self, value: Any) -> Spec:
         spec = self._program.spec(value)
@@ -184,10 +186,6 @@ class _Reader:
     def _check(self, is_right: bool) -> None:
         if not is_right:
             raise _Unreadable
-
-    def index(self, ref: int | float) -> int | float:
-        """A reference among the inputs and steps."""
-        return len(self.inputs) - 1 - int(ref) if ref < 0 and isinstance(ref, int) else ref
 
 
 def _is_local(
@@ -253,7 +251,7 @@ def tails(
 def _tail(total: Any, h: Any, y: Any, own: dict[int, Any], program: Program) -> Tail | None:
     reader = _Reader(total, own, program)
     try:
-        results = [reader.read(y), reader.read(h)]
+        results = reader.read(y), reader.read(h)
     except _Unreadable:
         return None
     read = {number(o) for o in map(owner, reader.known) if o is not None and number(o) in own}
@@ -269,9 +267,4 @@ def _tail(total: Any, h: Any, y: Any, own: dict[int, Any], program: Program) -> 
                 return None
     if any(number(use.owner.operation) not in read for use in total.uses):
         return None
-    steps = tuple(
-        Step(s.name, tuple(map(reader.index, s.operands)), s.how, s.shape, s.dtype)
-        for s in reader.steps
-    )
-    indices = tuple(int(reader.index(ref)) for ref in results)
-    return Tail(tuple(used), tuple(reader.inputs[1:]), steps, outputs, indices)
+    return Tail(tuple(used), tuple(reader.inputs), tuple(reader.steps), outputs, results)

@@ -150,7 +150,7 @@ _PROTOCOL = [
     # blocks of the same number don't read.
     ("idle_epochs", "waits"),
     # An all-to-all in place stores packs that another thread has not sent yet.
-    ("other_thread", "waits or is wrong"),
+    ("other_thread", "races, waits or is wrong"),
     # The last of several segments has fewer packs, so some threads don't work in it.
     ("short_segment", "waits or is wrong"),
     # A rank tells its next operation before a peer has read what it ran in the last one.
@@ -253,6 +253,7 @@ _ENDS = {
     "waits": "a wait without end",
     "is wrong": "{0}: ranks {1} .* wrong [1-9]",
     "waits or is wrong": "a wait without end|{0}: ranks {1} .* wrong [1-9]",
+    "races, waits or is wrong": "data race|a wait without end|{0}: ranks {1} .* wrong [1-9]",
 }
 
 # Program, arguments, tier, and a pattern of the output; "" for any, None for a segmentation fault.

@@ -564,6 +564,6 @@ def test_segments_from_peers_are_checked() -> None:
             module.open(0, bad, 1 << 20)
     if os.geteuid() == 0:
         os.chown("/dev/shm" + name.decode(), 65534, 65534)
-        with pytest.raises(RuntimeError, match="is not this user's"):
+        with pytest.raises(RuntimeError, match="must be this user's: Operation not"):
             module.open(0, name, 1 << 20)
     slab.unlink()

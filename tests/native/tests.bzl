@@ -31,6 +31,7 @@ PROGRAMS = {
         "xla_ffi/health/monitor.cc",
         "xla_ffi/health/peer_socket.cc",
     ],
+    "segment_test": ["tests/native/segment_test.cc", "xla_ffi/host/segment.cc"],
     "machine_test": ["tests/native/model/machine_test.cc"],
     "collectives_model": ["tests/native/model/collectives_model.cc"],
     "peer_model": ["tests/native/model/peer_model.cc"],
@@ -54,6 +55,7 @@ OUTPUT = {
     "failed_launch_test": "failed launch: OK\n",
     "peer_input_fuzz": "done\n",
     "monitor_test": "done\n",
+    "segment_test": "done\n",
     "machine_test": "(.*\n)*done\n",
     "collectives_model": _MODEL,
     "peer_model": _MODEL,
@@ -109,6 +111,7 @@ SOUND = {
     "failed_launch_test": {"quick": [""]},
     "peer_input_fuzz": {"full": ["300000"]},
     "monitor_test": {"quick": ["quick"], "full": [""]},
+    "segment_test": {"quick": [""]},
     "machine_test": {"full": [""]},
     # Ranks, operations, and how much of their behaviours.
     "collectives_model": {

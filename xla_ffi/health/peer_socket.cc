@@ -148,8 +148,8 @@ std::vector<Connection> PeerSocket::Connect(const std::vector<PeerAddress>& peer
     setsockopt(out.get(), SOL_SOCKET, SO_SNDTIMEO, &limit, sizeof(limit));
     sockaddr_un address;
     const socklen_t size = Fill(&address, peer.address);
-    if (connect(out.get(), reinterpret_cast<sockaddr*>(&address), size) != 0) {
-      Throw(ErrnoText("connecting to " + name(peer)));
+    while (connect(out.get(), reinterpret_cast<sockaddr*>(&address), size) != 0) {
+      if (errno != EINTR || Clock::now() > end) Throw(ErrnoText("connecting to " + name(peer)));
     }
     int pid = 0;
     if (const std::string why = CheckUser(out.get(), &pid); !why.empty()) {

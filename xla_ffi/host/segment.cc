@@ -2,6 +2,7 @@
 
 #include <dirent.h>
 #include <fcntl.h>
+#include <signal.h>
 #include <sys/file.h>
 #include <sys/mman.h>
 #include <sys/random.h>
@@ -32,21 +33,36 @@ std::string FreshName() {
   return name;
 }
 
+bool IsOwn(const struct stat& status) {
+  return S_ISREG(status.st_mode) && status.st_uid == geteuid();
+}
+
+// Opens a file of this user; -1 and errno if there is none. Another user's file is not opened, also
+// where this process may, as root: that would wait as long as he has a lease on it.
+int OpenOwn(const std::string& name, struct stat* status) {
+  errno = EPERM;
+  if (lstat(("/dev/shm" + name).c_str(), status) == 0 && !IsOwn(*status)) return -1;
+  const int fd = shm_open(name.c_str(), O_RDWR | O_CLOEXEC | O_NONBLOCK, 0);
+  // The name may have changed hands.
+  if (fd < 0 || (fstat(fd, status) == 0 && IsOwn(*status))) return fd;
+  close(fd);
+  errno = EPERM;
+  return -1;
+}
+
 // Removes the segments that crashed processes left behind. The creator of a segment keeps it locked
 // until its name is gone, and the system unlocks the files of a process that ends. Files of others
-// stay, also where this process may open them, as root.
+// stay.
 void RemoveAbandoned() {
   DIR* directory = opendir("/dev/shm");
   if (directory == nullptr) return;
   while (const dirent* entry = readdir(directory)) {
     const std::string name = entry->d_name;
     if (name.rfind(kPrefix, 0) != 0) continue;
-    const int fd = shm_open(("/" + name).c_str(), O_RDWR | O_CLOEXEC, 0);
-    if (fd < 0) continue;  // another user's, or gone
     struct stat status;
-    const bool ours =
-        fstat(fd, &status) == 0 && status.st_uid == geteuid() && S_ISREG(status.st_mode);
-    if (ours && flock(fd, LOCK_EX | LOCK_NB) == 0) shm_unlink(("/" + name).c_str());
+    const int fd = OpenOwn("/" + name, &status);
+    if (fd < 0) continue;  // another user's, or gone
+    if (flock(fd, LOCK_EX | LOCK_NB) == 0) shm_unlink(("/" + name).c_str());
     close(fd);
   }
   closedir(directory);
@@ -69,31 +85,31 @@ int CreateLocked(std::string* name) {
   }
 }
 
+// Reserves the pages of a file, without signals meanwhile: older versions of Linux give up at any.
+int Reserve(int fd, size_t bytes) {
+  sigset_t all, before;
+  sigfillset(&all);
+  pthread_sigmask(SIG_SETMASK, &all, &before);
+  const int error = posix_fallocate(fd, 0, static_cast<off_t>(bytes));
+  pthread_sigmask(SIG_SETMASK, &before, nullptr);
+  return error;
+}
+
 }  // namespace
 
 std::unique_ptr<SharedMemory> SharedMemory::Allocate(int, size_t bytes, bool shared) {
-  if (!shared) return Map(-1, bytes, "");
-  RemoveAbandoned();
-  std::string name;
-  const int fd = CreateLocked(&name);
-  const int error = posix_fallocate(fd, 0, static_cast<off_t>(bytes));
-  if (error != 0) {
-    shm_unlink(name.c_str());
-    close(fd);
-    Throw(error, "reserving " + std::to_string(bytes) +
-                     " bytes of shared memory (/dev/shm may be full; JAX_INTRANODE_SLAB_MIB sets "
-                     "the size)");
+  std::unique_ptr<SharedMemory> memory(new SharedMemory(bytes));
+  if (shared) {
+    RemoveAbandoned();
+    memory->fd_ = CreateLocked(&memory->name_);
+    if (const int error = Reserve(memory->fd_, bytes); error != 0) {
+      Throw(error, "reserving " + std::to_string(bytes) +
+                       " bytes of shared memory (/dev/shm may be full; JAX_INTRANODE_SLAB_MIB sets "
+                       "the size)");
+    }
   }
-  std::unique_ptr<SharedMemory> segment;
-  try {
-    segment = Map(fd, bytes, name);
-  } catch (...) {
-    shm_unlink(name.c_str());
-    close(fd);
-    throw;
-  }
-  segment->fd_ = fd;
-  return segment;
+  memory->Map(memory->fd_);
+  return memory;
 }
 
 // A peer has sent the name. A segment that is too small would end the process at an access.
@@ -101,37 +117,36 @@ std::unique_ptr<SharedMemory> SharedMemory::Open(int, const std::string& name, s
   if (name.rfind(std::string("/") + kPrefix, 0) != 0 || name.find('\0') != std::string::npos) {
     Throw(EINVAL, "a peer has sent a name of a shared-memory segment that is not ours");
   }
-  const int fd = shm_open(name.c_str(), O_RDWR | O_CLOEXEC, 0);
-  if (fd < 0) Throw(errno, "opening the shared-memory segment " + name);
   struct stat status;
-  if (fstat(fd, &status) != 0 || status.st_uid != geteuid() ||
-      status.st_size < static_cast<off_t>(bytes)) {
+  const int fd = OpenOwn(name, &status);
+  if (fd < 0) Throw(errno, "opening the segment " + name + ", which must be this user's");
+  if (status.st_size < static_cast<off_t>(bytes)) {
     close(fd);
-    Throw(EINVAL, "the shared-memory segment " + name + " is not this user's, or has fewer than " +
-                      std::to_string(bytes) + " bytes");
+    Throw(EINVAL, "the shared-memory segment " + name + " has fewer than " + std::to_string(bytes) +
+                      " bytes");
   }
-  std::unique_ptr<SharedMemory> segment;
+  std::unique_ptr<SharedMemory> memory(new SharedMemory(bytes));
+  memory->name_ = name;
   try {
-    segment = Map(fd, bytes, name);
+    memory->Map(fd);
   } catch (...) {
     close(fd);
     throw;
   }
   close(fd);
-  return segment;
+  return memory;
 }
 
-std::unique_ptr<SharedMemory> SharedMemory::Map(int fd, size_t bytes, std::string name) {
+void SharedMemory::Map(int fd) {
   const int flags = fd < 0 ? MAP_PRIVATE | MAP_ANONYMOUS : MAP_SHARED;
-  void* address = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, flags, fd, 0);
-  if (address == MAP_FAILED) Throw(errno, "mapping " + std::to_string(bytes) + " bytes " + name);
-  return std::unique_ptr<SharedMemory>(
-      new SharedMemory(static_cast<char*>(address), bytes, std::move(name)));
+  void* address = mmap(nullptr, bytes_, PROT_READ | PROT_WRITE, flags, fd, 0);
+  if (address == MAP_FAILED) Throw(errno, "mapping " + std::to_string(bytes_) + " bytes " + name_);
+  address_ = static_cast<char*>(address);
 }
 
 SharedMemory::~SharedMemory() {
   Unlink();
-  munmap(address_, bytes_);
+  if (address_ != nullptr) munmap(address_, bytes_);
 }
 
 void SharedMemory::Unlink() {

@@ -29,12 +29,11 @@ class SharedMemory {
   char* records() const { return nullptr; }  // handlers of CPU devices return their errors
 
  private:
-  SharedMemory(char* address, size_t bytes, std::string name)
-      : address_(address), bytes_(bytes), name_(std::move(name)) {}
+  explicit SharedMemory(size_t bytes) : bytes_(bytes) {}
   // Does not close `fd`.
-  static std::unique_ptr<SharedMemory> Map(int fd, size_t bytes, std::string name);
+  void Map(int fd);
 
-  char* address_;
+  char* address_ = nullptr;
   size_t bytes_;
   std::string name_;
   int fd_ = -1;  // open and locked as long as the name exists

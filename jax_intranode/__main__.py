@@ -209,6 +209,8 @@ def _run_installed(installed: Path, command: Command, argv: Sequence[str]) -> No
     """Replaces this process by one that imports the installed package."""
     if command.name not in ("run", "launch"):  # these start programs that may import from here
         os.environ["PYTHONSAFEPATH"] = "1"
+        paths = filter(None, [os.environ.get("PYTHONPATH"), str(Path.cwd() / "tools")])
+        os.environ["PYTHONPATH"] = os.pathsep.join(paths)
     flags = getattr(subprocess, "_args_from_interpreter_flags")()  # noqa: B009, not in mypy's stubs
     # Not -P: `run` and `launch` would take it for the user's.
     source = (

@@ -16,7 +16,7 @@ def load(module: str, what: str) -> Any:
     """Imports a module in tools, and lets processes that start later import it, too.
 
     It may be importable already. Else it is looked for in the source tree that this package is
-    imported from, and in the current directory.
+    imported from, and in the current directory if Python imports from there: not with -P.
 
     Raises:
         WrongInput: there is no such module here.
@@ -24,7 +24,8 @@ def load(module: str, what: str) -> Any:
     top = module.partition(".")[0]
     spec = importlib.util.find_spec(top)
     if spec is None:
-        for folder in (_ROOT / "tools", Path.cwd() / "tools"):
+        imports_from_here = not {"", os.getcwd()}.isdisjoint(sys.path)
+        for folder in (_ROOT / "tools", *([Path.cwd() / "tools"] if imports_from_here else [])):
             if (folder / top / "__init__.py").exists() or (folder / f"{top}.py").exists():
                 sys.path.append(str(folder))
                 break

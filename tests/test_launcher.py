@@ -16,7 +16,7 @@ import jax
 import pytest
 from processes import assert_gone
 
-from jax_intranode._src.command_line.launcher import service
+from jax_intranode._src.command_line.launcher import own_files
 from jax_intranode._src.command_line.launcher.rank import connect, rank_env
 from jax_intranode._src.command_line.launcher.runs import (
     MODES,
@@ -187,7 +187,7 @@ def test_the_socket_is_where_grpc_finds_it_and_nobody_can_replace_it(
 def test_a_place_that_others_can_change_is_the_last_choice_and_named(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(service, "_replaceable", lambda place: Path("/folder"))
+    monkeypatch.setattr(own_files, "_replaceable", lambda place: Path("/folder"))
     with coordination_service(1):
         pass
     assert "Another user may rename what is in /folder" in caplog.text
@@ -195,7 +195,7 @@ def test_a_place_that_others_can_change_is_the_last_choice_and_named(
     def refuse(place: str) -> str:
         raise OSError(errno.ENOSPC, "it is full")
 
-    monkeypatch.setattr(service, "_new_directory", refuse)
+    monkeypatch.setattr(own_files, "_new_directory", refuse)
     with (
         pytest.raises(RuntimeError, match=r"set TMPDIR to one .*/tmp: it is full"),
         coordination_service(1),

@@ -1,9 +1,12 @@
 """What another user of the machine has put in the way: links, files, segments. Run as root."""
 
+import contextlib
 import os
+import shutil
 import stat
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,8 +14,15 @@ import pytest
 from processes import python
 
 from jax_intranode import __main__ as command_line
-from jax_intranode._src.command_line.launcher import output
-from jax_intranode._src.command_line.launcher.runs import run_ranks
+from jax_intranode._src.command_line.launcher.all_ranks import Rank
+from jax_intranode._src.command_line.launcher.output import RankOutput
+from jax_intranode._src.command_line.launcher.runs import (
+    SINGLE_PROCESS,
+    Devices,
+    run_function,
+    run_ranks,
+)
+from jax_intranode._src.command_line.launcher.service import coordination_service
 from jax_intranode._src.native import extension
 
 _STRANGER = 65534
@@ -20,20 +30,50 @@ _STRANGER = 65534
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="gives files to another user, as root")
 
 
-@pytest.mark.parametrize("kind", ["link", "file", "fifo"])
+@contextlib.contextmanager
+def stranger(code: str, *arguments: str | Path) -> Iterator[subprocess.Popen[bytes]]:
+    """Another user's process, from the moment that it says "ready"."""
+    user = f"(os.setgroups([]), os.setresgid(*[{_STRANGER}] * 3), os.setresuid(*[{_STRANGER}] * 3))"
+    with subprocess.Popen(
+        [sys.executable, "-c", f"import fcntl, os, signal, sys\n{user}\n{code}", *arguments],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        bufsize=0,
+    ) as process:
+        try:
+            assert process.stdout is not None and process.stdout.readline() == b"ready\n"
+            yield process
+        finally:
+            process.kill()
+
+
+@pytest.fixture
+def place() -> Iterator[Path]:
+    """A directory that all users reach; they don't reach tmp_path."""
+    directory = Path(tempfile.mkdtemp(prefix="strangers_", dir="/tmp"))
+    yield directory
+    shutil.rmtree(directory)
+
+
+@pytest.mark.parametrize("kind", ["link", "hard link", "file", "fifo"])
 def test_logs_go_to_own_files_only(tmp_path: Path, kind: str) -> None:
     tmp_path.chmod(0o1777)
     victim, log = tmp_path / "victim", tmp_path / "rank0.log"
     victim.write_text("precious")
     if kind == "link":
         log.symlink_to(victim)
+    elif kind == "hard link":
+        log.hardlink_to(victim)
     elif kind == "file":
         log.write_text("precious")
     else:
         os.mkfifo(log)
-    os.chown(log, _STRANGER, _STRANGER, follow_symlinks=False)
+    if kind != "hard link":
+        os.chown(log, _STRANGER, _STRANGER, follow_symlinks=False)
     with pytest.raises(OSError, match=str(log)):
-        output.open_log(log)
+        RankOutput(0, 1, log, print)
+    with pytest.raises(OSError, match=str(log)):
+        Rank(Devices("cpu", 1, SINGLE_PROCESS), log).tell(text="more")
     assert victim.read_text() == "precious"
     assert kind != "file" or log.read_text() == "precious"
 
@@ -42,12 +82,163 @@ def test_logs_are_for_this_user_alone(tmp_path: Path) -> None:
     before = os.umask(0)
     try:
         for _ in range(2):  # the second one begins anew
-            with output.open_log(tmp_path / "rank0.log") as log:
-                log.write(b"text")
+            output = RankOutput(0, 1, tmp_path / "rank0.log", print)
+            output.write(b"text")
+            output.close()
     finally:
         os.umask(before)
     assert (tmp_path / "rank0.log").read_text() == "text"
     assert stat.S_IMODE((tmp_path / "rank0.log").stat().st_mode) == 0o600
+
+
+@pytest.mark.parametrize("kind", ["link", "link on the way", "link to a link", "directory"])
+def test_directories_of_logs_are_own_ones(
+    kind: str, place: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    place.chmod(0o1777)
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "logs" / "rank0.log").write_text("precious")
+    planted = place / "planted"
+    logs = {"link on the way": planted / "logs", "link to a link": tmp_path / "own"}.get(
+        kind, planted
+    )
+    if kind == "directory":
+        planted.mkdir(mode=0o777)
+    else:
+        planted.symlink_to(tmp_path if kind == "link on the way" else tmp_path / "logs")
+    if kind == "link to a link":
+        logs.symlink_to(planted)
+    os.chown(planted, _STRANGER, _STRANGER, follow_symlinks=False)
+    words = ["launch", "--platform", "cpu", "-n", "1", "--log-dir", str(logs), __file__]
+    assert command_line.main(words) == 2
+    _, err = capfd.readouterr()
+    assert f"--log-dir: {planted}: it belongs to another user, {_STRANGER}. Name a" in err
+    assert (tmp_path / "logs" / "rank0.log").read_text() == "precious"
+    assert kind != "directory" or list(planted.iterdir()) == []
+
+
+def test_own_links_to_directories_of_logs_are_followed(tmp_path: Path) -> None:
+    (tmp_path / "target").mkdir()
+    (tmp_path / "link").symlink_to("target")
+    (tmp_path / "script.py").write_text("print('text')")
+    words = ["launch", "--platform", "cpu", "-n", "1", "--log-dir", str(tmp_path / "link/logs")]
+    assert python("-m", "jax_intranode", *words, tmp_path / "script.py").returncode == 0
+    assert (tmp_path / "target/logs/rank0.log").read_text() == "text\n"
+
+
+# A stranger replaces a rank's directory, if he can.
+_REPLACES = """
+directory, victim = sys.argv[1:]
+print("ready", flush=True)
+try:
+    os.rename(directory, directory + "2")
+    os.mkdir(directory, 0o777)
+    os.symlink(victim, directory + "/messages")
+except OSError as error:
+    print(error.strerror)
+"""
+
+
+def attacked(rank: Rank, victim: str) -> list[str]:
+    """A function of a rank, which sends messages to a file in a directory of the launcher."""
+    directory = rank._messages.parent
+    with stranger(_REPLACES, directory, victim) as attack:
+        out, _ = attack.communicate()
+    rank.begin("a measurement")
+    return [str(directory), out.decode()]
+
+
+def test_commands_write_where_nobody_else_can(
+    place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place.chmod(0o777)
+    monkeypatch.setattr(tempfile, "tempdir", str(place))
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent))
+    victim = tmp_path / "victim"
+    victim.write_text("precious")
+    where, attack = run_function(
+        "test_strangers:attacked",
+        {"victim": str(victim)},
+        Devices("cpu", 1, SINGLE_PROCESS),
+        timeout_s=100,
+    )
+    assert victim.read_text() == "precious"
+    assert attack == "Operation not permitted\n" and place not in Path(where).parents
+
+
+def test_a_directory_that_was_put_in_the_place_of_ours_stays(place: Path) -> None:
+    with coordination_service(1) as address:
+        ours = Path(address.removeprefix("unix:")).parent
+        moved = ours.rename(place / "moved")
+        ours.mkdir()
+        (ours / "file").write_text("precious")
+    assert (ours / "file").read_text() == "precious" and list(moved.iterdir()) == []
+    shutil.rmtree(ours)
+
+
+# As in `unshare --map-root-user`: this user is root, and all others have the number of nobody.
+_IN_A_NAMESPACE = """
+import ctypes, os, sys, tempfile
+from jax_intranode._src.command_line.launcher.service import coordination_service
+user, tempfile.tempdir = 12345, sys.argv[1]
+if child := os.fork():  # a process with several threads, as of numpy, gets no namespace
+    sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+os.setgroups([])
+os.setresgid(user, user, user)
+os.setresuid(user, user, user)
+libc = ctypes.CDLL(None, use_errno=True)
+assert libc.prctl(4, 1, 0, 0, 0) == 0  # PR_SET_DUMPABLE, to write the files in /proc
+if libc.unshare(0x10000000) != 0:  # CLONE_NEWUSER
+    sys.exit(f"no user namespaces: {os.strerror(ctypes.get_errno())}")
+for name, text in ("setgroups", "deny"), ("uid_map", f"0 {user} 1"), ("gid_map", f"0 {user} 1"):
+    with open(f"/proc/self/{name}", "w") as file:
+        file.write(text)
+with coordination_service(1) as address:
+    print(os.geteuid(), os.stat("/").st_uid, os.stat(sys.argv[1]).st_uid)
+    print(address.removeprefix("unix:"))
+"""
+
+
+def test_users_without_a_number_are_others(place: Path) -> None:
+    theirs = place / "tmp"
+    theirs.mkdir()
+    os.chown(theirs, 54321, 54321)
+    theirs.chmod(0o1777)
+    place.chmod(0o755)
+    done = python("-c", _IN_A_NAMESPACE, theirs)
+    if "no user namespaces" in done.stdout:
+        pytest.skip(done.stdout)
+    assert done.returncode == 0, done.stdout
+    users, socket = done.stdout.splitlines()  # without a warning
+    overflow = Path("/proc/sys/kernel/overflowuid").read_text().strip()
+    assert users == f"0 {overflow} {overflow}"
+    assert theirs not in Path(socket).parents
+
+
+# Who opens a file waits for the holder of a lease on it. The system tells the holder.
+_LEASE = """
+signal.signal(signal.SIGIO, lambda *_: os._exit(print("was opened", flush=True) or 1))
+fd = os.open(sys.argv[1], os.O_RDONLY | os.O_CREAT | os.O_EXCL)
+os.fchmod(fd, 0o666)
+fcntl.fcntl(fd, fcntl.F_SETLEASE, fcntl.F_RDLCK)
+print("ready", flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.mark.parametrize("action", ["allocate", "open"])
+def test_segments_of_others_are_not_opened(action: str) -> None:
+    module, file = extension.module("cpu"), Path(f"/dev/shm/jax_intranode.{os.getpid()}.leased")
+    try:
+        with stranger(_LEASE, file) as lease:
+            if action == "allocate":
+                module.allocate(0, 1 << 20, True).unlink()
+            else:
+                with pytest.raises(RuntimeError, match="must be this user's"):
+                    module.open(0, f"/{file.name}".encode(), 0)
+            assert lease.communicate()[0] == b""
+    finally:
+        file.unlink(missing_ok=True)
 
 
 def test_segments_of_others_stay() -> None:

@@ -26,7 +26,6 @@ import shutil
 import statistics
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -35,6 +34,7 @@ from typing import NamedTuple
 import numpy as np
 
 from jax_intranode._src.command_line.bench import settings as of_bench
+from jax_intranode._src.command_line.launcher.own_files import private_directory
 from jax_intranode._src.group import topology
 from jax_intranode._src.selection.overlap import model, profiles
 from jax_intranode._src.selection.overlap import plan as plans
@@ -385,7 +385,7 @@ def measure_copies(timeout_s: float, nbytes: int = 4 << 30) -> float | None:
     """Returns the bytes per second that JAX copies from GPU to GPU, or None if that fails."""
     try:
         result = subprocess.run(
-            [sys.executable, "-c", _COPIES.replace("NBYTES", str(nbytes))],
+            [sys.executable, "-P", "-c", _COPIES.replace("NBYTES", str(nbytes))],
             capture_output=True,
             text=True,
             timeout=timeout_s,
@@ -501,10 +501,10 @@ def _time_by_bench(case: Case, plan: Plan | None, timeout_s: float) -> float:
     forced = plan if plan is not None else Plan()
     values = ",".join(f"{name}={int(v)}" for name, v in dataclasses.asdict(forced).items())
     operation, _, *shape = case.product
-    with tempfile.TemporaryDirectory() as directory:
-        path = Path(directory, "rows.json")
+    with private_directory() as directory:
+        path = directory / "rows.json"
         command = [
-            *(sys.executable, "-m", "jax_intranode", "bench", operation, "--devices", "2"),
+            *(sys.executable, "-P", "-m", "jax_intranode", "bench", operation, "--devices", "2"),
             *("--platform", "gpu", "--mode", "single-process", "-n", "5", "-w", "1"),
             *("--shapes", ",".join(map(str, shape)), "--plan", values, "--json", str(path)),
         ]
@@ -586,8 +586,8 @@ def measure(limit_s: float, probe: Path | None = None, compares: bool = False) -
     start = start_profile()
     if isinstance(start, str):
         return start
-    with tempfile.TemporaryDirectory(prefix="jax_intranode_tune_") as directory:
-        probe = probe or compile_probe(Path(directory), clock.left_s() - 20)
+    with private_directory() as directory:
+        probe = probe or compile_probe(directory, clock.left_s() - 20)
 
         def run(*run_arguments: object) -> list[tuple[float, float]]:
             assert probe is not None

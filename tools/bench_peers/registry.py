@@ -5,9 +5,7 @@ the environment of this process.
 """
 
 import sys
-import tempfile
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from bench_peers.nccl_tests import NCCL_TESTS
@@ -16,6 +14,7 @@ from bench_peers.peer import Unavailable
 from bench_peers.pytorch import PYTORCH
 from jax_intranode._src.command_line.bench.report import number
 from jax_intranode._src.command_line.bench.settings import Settings
+from jax_intranode._src.command_line.launcher.own_files import private_directory
 from jax_intranode._src.command_line.launcher.runs import ProgressLine, RankError
 
 PEERS = {peer.name: peer for peer in (PYTORCH, PALLAS, NCCL_TESTS)}
@@ -43,8 +42,8 @@ def measure(
         try:
             if settings.platform != "gpu":
                 raise Unavailable("measured on GPUs only")
-            with tempfile.TemporaryDirectory(prefix="jax_intranode_peers_") as directory:
-                result = PEERS[name].measure(settings, Path(directory), timeout_s, line)
+            with private_directory() as directory:
+                result = PEERS[name].measure(settings, directory, timeout_s, line)
         except Unavailable as reason:
             sys.stderr.write(f"# {name} not measured: {reason}\n")
         except RankError as error:

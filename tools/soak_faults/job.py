@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,6 +13,7 @@ from typing import Any
 
 from jax_intranode._src.command_line import machine
 from jax_intranode._src.command_line.launcher.job import Job, Streams
+from jax_intranode._src.command_line.launcher.own_files import private_directory
 from jax_intranode._src.command_line.launcher.rank import rank_env, sharing_env
 from jax_intranode._src.command_line.launcher.service import coordination_service
 from jax_intranode._src.native import extension
@@ -76,8 +76,7 @@ def run(case: Case, platform: str, slack: float) -> Seen:
     """
     ranks = range(case.world)
     with contextlib.ExitStack() as stack:
-        name = stack.enter_context(tempfile.TemporaryDirectory(prefix="jax_intranode_faults_"))
-        directory = Path(name)
+        directory = stack.enter_context(private_directory())
         # Not in a rank: JAX ends the others when it loses the service, and no error is seen.
         coordinator = stack.enter_context(coordination_service(case.world))
         logs = [stack.enter_context((directory / f"{rank}.log").open("wb")) for rank in ranks]

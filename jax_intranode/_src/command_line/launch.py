@@ -2,7 +2,6 @@
 
 import argparse
 import contextlib
-import errno
 import functools
 import os
 import select
@@ -18,6 +17,7 @@ from jax_intranode._src.command_line import run as run_command
 from jax_intranode._src.command_line.launcher import start_rank
 from jax_intranode._src.command_line.launcher.job import ABORT_S, START_RANK, Job, Streams
 from jax_intranode._src.command_line.launcher.output import RankOutput, Screen, Stream
+from jax_intranode._src.command_line.launcher.own_files import make_own_directory
 from jax_intranode._src.command_line.launcher.rank import rank_env
 from jax_intranode._src.command_line.launcher.service import coordination_service
 from jax_intranode._src.command_line.options import WrongInput, integer_from, positive_number
@@ -81,16 +81,6 @@ def run(arguments: argparse.Namespace) -> int:
     _reserve_standard_descriptors()
     program = _program(arguments)
     world_size = _world_size(arguments)
-    if arguments.log_dir is not None:
-        try:
-            arguments.log_dir.mkdir(parents=True, exist_ok=True)
-            if not os.access(arguments.log_dir, os.W_OK):
-                raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
-        except OSError as error:
-            raise WrongInput(
-                f"launch --log-dir {arguments.log_dir}: {error.strerror}. Name a directory that "
-                "can be written."
-            ) from error
     deadline = time.monotonic() + arguments.timeout if arguments.timeout else float("inf")
     with _signals() as received:
         for restart in range(arguments.restarts + 1):
@@ -132,6 +122,8 @@ class _Launch:
         ranks = range(self._world_size)
         outputs: list[RankOutput] = []
         try:
+            if self._arguments.log_dir is not None:
+                make_own_directory(self._arguments.log_dir)
             for r in ranks:
                 outputs.append(RankOutput(r, self._world_size, self._log(r), _say))
         except OSError as error:

@@ -9,6 +9,7 @@ from typing import Any
 import jax
 
 from jax_intranode._src.command_line.launcher import rank as launched
+from jax_intranode._src.command_line.launcher.own_files import open_own
 from jax_intranode._src.command_line.launcher.runs import Devices
 from jax_intranode._src.jax_private import distributed
 
@@ -33,8 +34,8 @@ class Rank:
     def tell(self, **message: Any) -> None:
         """Sends a message to the parent process, if this is rank 0."""
         if self.number == 0:
-            with self._messages.open("a") as file:
-                file.write(json.dumps(message) + "\n")
+            with open_own(self._messages, append=True) as file:
+                file.write(f"{json.dumps(message)}\n".encode())
 
     def begin(self, what: str) -> None:
         """Tells the parent process that a measurement begins."""

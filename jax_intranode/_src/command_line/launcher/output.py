@@ -1,15 +1,15 @@
 """What the ranks print: shown in lines with the rank's number in front, and written to files."""
 
 import contextlib
-import errno
 import os
 import select
-import stat
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import IO
+
+from jax_intranode._src.command_line.launcher.own_files import open_own
 
 # How many of a rank's last lines the report of a failure shows, and how much of a line.
 _TAIL_LINES = 30
@@ -58,22 +58,6 @@ class Screen:
         return bool(self._waiting)
 
 
-def open_log(path: Path) -> IO[bytes]:
-    """Opens a new or own file for what a rank prints, for this user alone, without a buffer.
-
-    Raises:
-        OSError: the file can't be opened, is a link, or is of another user or kind.
-    """
-    flags = os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-    log = os.fdopen(os.open(path, flags, 0o600), "wb", buffering=0)
-    status = os.fstat(log.fileno())
-    if status.st_uid != os.geteuid() or not stat.S_ISREG(status.st_mode):
-        log.close()
-        raise PermissionError(errno.EPERM, "it is another user's, or no regular file", str(path))
-    log.truncate()
-    return log
-
-
 class RankOutput:
     """What a rank prints.
 
@@ -92,12 +76,12 @@ class RankOutput:
             say: tells the user that the file cannot be written.
 
         Raises:
-            OSError: see `open_log`.
+            OSError: see `open_own`.
         """
         self.prefix = b"[%*d] " % (len(str(world_size - 1)), rank)
         self.tail: deque[bytes] = deque(maxlen=_TAIL_LINES)
         self._say = say
-        self._log: IO[bytes] | None = None if log is None else open_log(log)
+        self._log: IO[bytes] | None = None if log is None else open_own(log)
 
     def write(self, data: bytes) -> None:
         if self._log is not None:

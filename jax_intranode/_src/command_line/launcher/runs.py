@@ -9,7 +9,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -18,7 +17,7 @@ from typing import Any, NamedTuple, TextIO
 
 from jax_intranode._src.command_line import machine
 from jax_intranode._src.command_line.launcher.job import ABORT_S, Job, Streams
-from jax_intranode._src.command_line.launcher.output import open_log
+from jax_intranode._src.command_line.launcher.own_files import open_own, private_directory
 from jax_intranode._src.command_line.launcher.rank import rank_env, sharing_env
 from jax_intranode._src.command_line.launcher.service import coordination_service
 from jax_intranode._src.command_line.options import Failed
@@ -170,7 +169,7 @@ def run_ranks(
             for rank, of_rank in enumerate(variables):
                 variables[rank] = {**rank_env(rank, len(commands), address), **of_rank}
         with contextlib.ExitStack() as logs:  # this process needs none of them
-            opened = [logs.enter_context(open_log(path)) for path in log_paths]
+            opened = [logs.enter_context(open_own(path)) for path in log_paths]
             streams = [Streams(stdout=log, stderr=subprocess.STDOUT) for log in opened]
             job = stack.enter_context(Job(commands, env=variables, streams=streams))
 
@@ -266,13 +265,13 @@ def run_function(
         result = message.get("result", result)
         hear(message)
 
-    with tempfile.TemporaryDirectory(prefix="jax_intranode_") as name:
-        job = [function, json.dumps(arguments), json.dumps(devices), f"{name}/{MESSAGES}"]
+    with private_directory() as directory:
+        job = [function, json.dumps(arguments), json.dumps(devices), str(directory / MESSAGES)]
         command = [sys.executable, "-P", "-X", "faulthandler", "-c", _CALL, *job]
         run_ranks(
             [command] * devices.ranks,
             timeout_s=timeout_s,
-            log_dir=Path(name),
+            log_dir=directory,
             env=env,
             joined=devices.ranks > 1,
             line=line,

@@ -5,9 +5,11 @@
 
 In each layer, attention and MLP each end in a 32 KB sum over the ranks, where only latency matters.
 Layers are unrolled and each step donates its state to the next, so that XLA replays a CUDA graph.
-CPU devices decode with a smaller model. JAX_INTRANODE_DISABLE=1 gives the speed with jax.lax.
+CPU devices decode with a smaller model, and wait for each step (docs/limits.md).
+JAX_INTRANODE_DISABLE=1 gives the speed with jax.lax.
 """
 
+import functools
 import sys
 import time
 from typing import Any
@@ -86,33 +88,49 @@ def map_matrices(function: Any) -> Any:
     return jax.tree.map(lambda x: function(*x), MODEL, is_leaf=lambda x: isinstance(x, tuple))
 
 
-def initial() -> tuple[Any, Any]:
-    """Random parameters, and the state before the first step."""
+@functools.cache
+def random_matrix(m: int, n: int, sharding: NamedSharding) -> Any:
+    """The program that makes a matrix from a key. XLA takes minutes for one that makes all."""
+    normal = functools.partial(jax.random.normal, shape=(m, n), dtype=DTYPE)
+    return jax.jit(lambda key: normal(key) * m**-0.5, out_shardings=sharding)
+
+
+def initial(mesh: jax.sharding.Mesh) -> tuple[Any, Any]:
+    """Random parameters, the same on any number of devices, and the state before the first step."""
     keys = iter(jax.random.split(jax.random.key(0), 2 + len(LAYER) * LAYERS))
-    params = map_matrices(lambda m, n, _: jax.random.normal(next(keys), (m, n), DTYPE) * m**-0.5)
-    cache = jnp.zeros((BATCH, LENGTH, KV_HEADS, CHANNELS), DTYPE)
-    tokens = jnp.zeros((BATCH, LENGTH), jnp.int32).at[:, 0].set(jnp.arange(BATCH))
-    return params, {"caches": [(cache, cache)] * LAYERS, "tokens": tokens, "position": 0}
+    params = map_matrices(lambda m, n, p: random_matrix(m, n, NamedSharding(mesh, p))(next(keys)))
+
+    def state() -> dict[str, Any]:
+        cache = jnp.zeros((BATCH, LENGTH, KV_HEADS, CHANNELS), DTYPE)
+        tokens = jnp.zeros((BATCH, LENGTH), jnp.int32).at[:, 0].set(jnp.arange(BATCH))
+        return {"caches": [(cache, cache)] * LAYERS, "tokens": tokens, "position": 0}
+
+    shardings = jax.tree.map(lambda spec: NamedSharding(mesh, spec), STATE)
+    return params, jax.jit(state, out_shardings=shardings)()
 
 
 def main() -> None:
     """Prints how the collectives of a step are run, decodes, and prints tokens per second."""
     mesh = jax.make_mesh((jax.device_count(),), ("model",), (AxisType.Auto,))
     specs = map_matrices(lambda m, n, spec: spec), STATE
-    shardings = jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs)
-    params, state = jax.jit(initial, out_shardings=shardings)()
+    device = f"{jax.device_count()} devices ({jax.devices()[0].device_kind})"
+    print(f"{device}: making the matrices of {LAYERS} layers", flush=True)
+    params, state = initial(mesh)
     # All ranks choose the same token, but check_vma cannot infer that.
     run = jax.shard_map(step, mesh=mesh, in_specs=specs, out_specs=STATE, check_vma=False)
     run = jax.jit(run, donate_argnums=1)
     print(jax_intranode.explain(run)(params, state))
     for what in ("compiling", "capturing a graph", "replaying it"):
+        print(f"{what}: ", end="", flush=True)
         before, start = jax_intranode.stats().handler_calls, time.perf_counter()
         for _ in range(STEPS):
             state = run(params, state)
+            if not ON_GPUS:
+                jax.block_until_ready(state)
         jax.block_until_ready(state)
         speed = BATCH * STEPS / (time.perf_counter() - start)
         calls = jax_intranode.stats().handler_calls - before
-        print(f"{what}: {speed:.0f} tokens per second; XLA called jax_intranode {calls} times")
+        print(f"{speed:.0f} tokens per second; XLA called jax_intranode {calls} times")
     print(state["tokens"][0])
 
 

@@ -4,7 +4,8 @@
     python -m jax_intranode launch examples/train_auto.py    # a process per GPU
 
 The program only says how its arrays are sharded: the batch over "data", the hidden features over
-"model". XLA's partitioner adds the collectives. All GPUs take part, or four CPU devices.
+"model". XLA's partitioner adds the collectives. All GPUs take part, or four CPU devices, which wait
+for each step (docs/limits.md).
 """
 
 import sys
@@ -38,6 +39,8 @@ def step(w: dict[str, jax.Array], x: jax.Array, y: jax.Array) -> tuple:
 def main() -> None:
     """Trains both ways, and prints what ran each collective."""
     steps = int(sys.argv[1]) if len(sys.argv) > 1 else 100
+    device = f"{jax.device_count()} devices ({jax.devices()[0].device_kind})"
+    print(f"{device}: compiling, and training for {steps} steps", flush=True)
     keys = jax.random.split(jax.random.key(0), 3)
 
     def normal(key: jax.Array, shape: tuple[int, int], *axes: str | None) -> jax.Array:
@@ -58,9 +61,11 @@ def main() -> None:
         start = time.perf_counter()
         for _ in range(steps):
             w, loss = jitted(w, x, y)
+            if not ON_GPUS:
+                jax.block_until_ready(loss)
         jax.block_until_ready(w)
         seconds = time.perf_counter() - start
-        print(f"{'with' if auto else 'without'} auto: loss {loss:.6f}, {seconds:.3f} s")
+        print(f"{'with' if auto else 'without'} auto: loss {loss:.6f}, {seconds:.3f} s", flush=True)
 
 
 if __name__ == "__main__":

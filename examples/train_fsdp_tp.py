@@ -7,9 +7,11 @@ is used (FSDP). Over "model" (TP devices), heads, MLP columns and the sequence a
 program uses all GPUs (`python -m jax_intranode launch`: a process for each), or four CPU devices.
 """
 
+import functools
 import sys
 import time
 from pydoc_data import topics
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -88,16 +90,26 @@ def main() -> None:
     mesh = jax.make_mesh((jax.device_count() // tp, tp), ("data", "model"), (AxisType.Auto,) * 2)
     matrices = {name: NamedSharding(mesh, spec) for name, (*_, spec) in SHAPES.items()}
     batches = NamedSharding(mesh, P("data", "model"))
-    shardings = {"params": matrices, "mean": matrices, "square": matrices, "step": None}
+    zeros = {"mean": matrices, "square": matrices, "step": None}
+    shardings = {"params": matrices, **zeros}
     text = np.frombuffer("\n".join(topics.topics.values()).encode(), np.uint8)
 
+    @functools.cache  # XLA compiles a few small programs sooner than one that makes all matrices
+    def random_matrix(m: int, n: int, sharding: NamedSharding, factor: float) -> Any:
+        normal = functools.partial(jax.random.normal, shape=(m, n))
+        return jax.jit(lambda key: normal(key) * factor, out_shardings=sharding)
+
     def initial() -> dict:
-        params = {  # in layers ("_" in the name) divided by the root of the rows
-            name: jax.random.normal(jax.random.key(i), (m, n)) * (m if "_" in name else 1) ** -0.5
-            for i, (name, (m, n, _)) in enumerate(SHAPES.items())
-        }
-        zeros = jax.tree.map(jnp.zeros_like, params)
-        return {"params": params, "mean": zeros, "square": zeros, "step": 0.0}
+        params = {}
+        for i, (name, (m, n, _)) in enumerate(SHAPES.items()):
+            factor = m**-0.5 if "_" in name else 1.0  # "_": of a layer
+            params[name] = random_matrix(m, n, matrices[name], factor)(jax.random.key(i))
+
+        def first() -> dict:
+            mean = {name: jnp.zeros((m, n)) for name, (m, n, _) in SHAPES.items()}
+            return {"mean": mean, "square": mean, "step": 0.0}
+
+        return {"params": params, **jax.jit(first, out_shardings=zeros)()}
 
     def batch(index: int) -> list[jax.Array]:
         rng = np.random.default_rng(index)
@@ -106,7 +118,9 @@ def main() -> None:
         return jax.device_put([windows[:, :-1], windows[:, 1:]], batches)
 
     with jax.set_mesh(mesh):
-        state = jax.jit(initial, out_shardings=shardings)()
+        device = f"{jax.device_count()} devices ({jax.devices()[0].device_kind})"
+        print(f"{device}: making {len(SHAPES)} matrices, and compiling", flush=True)
+        state = initial()
         step = jax.jit(train_step, donate_argnums=0, out_shardings=(shardings, None))
         print(jax_intranode.explain(step, compiled=True)(state, *batch(0)))
         start = time.perf_counter()

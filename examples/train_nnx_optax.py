@@ -92,6 +92,8 @@ def main() -> None:
         windows = text[starts + np.arange(SEQUENCE + 1)]
         return jax.device_put([windows[:, :-1], windows[:, 1:]], sharding)
 
+    device = f"{jax.device_count()} devices ({jax.devices()[0].device_kind})"
+    print(f"{device}: making {LAYERS} layers, and compiling", flush=True)
     with jax.set_mesh(mesh):
         model = Transformer(nnx.Rngs(0))
         adam = optax.adamw(optax.warmup_constant_schedule(0, RATE, 20))

@@ -89,6 +89,8 @@ def main() -> None:
     options = parser.parse_args()
     jax.config.update("jax_num_cpu_devices", options.devices)  # has no effect on GPUs
     platform = jax.devices()[0].platform
+    device = f"{jax.device_count()} devices ({jax.devices()[0].device_kind})"
+    print(f"{device}: building the kernel in {options.build}", flush=True)
     register(build(platform, options.build / platform), platform)
 
     mesh = jax.make_mesh((jax.device_count(),), ("ring",), axis_types=(AxisType.Auto,))

@@ -20,7 +20,6 @@ import pytest
 from devices import need_devices, need_ranks
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
-from processes import python
 from tiers import full
 
 import jax_intranode as jin
@@ -328,13 +327,6 @@ def test_wrong_arguments_of_register(tmp_path: Path) -> None:
         jin.register_ffi_library("x.so", {"a b": "A"}, platform="cpu")
     with pytest.raises(OSError, match=r"absent\.so"):
         jin.register_ffi_library(tmp_path / "absent.so", {}, platform="cpu")
-
-
-@pytest.mark.full
-def test_example(tmp_path: Path, library: Path) -> None:
-    done = python(EXAMPLE / "ring_shift.py", "--build", tmp_path, timeout_s=200)
-    assert done.returncode == 0, done.stdout
-    assert "gradient: differs by at most 0.0e+00" in done.stdout
 
 
 # Several processes.

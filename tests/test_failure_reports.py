@@ -252,6 +252,19 @@ def test_devices_of_one_process_that_run_different_operations() -> None:
     assert re.search(r"^SUM: 2.0 True$", text, re.MULTILINE), text
 
 
+def test_a_wait_that_xla_may_cause_names_the_remedy() -> None:
+    """A device of this process has not called: XLA:CPU of jaxlib 0.10 may have starved it."""
+    status, text = run_program(
+        "try:\n    run(lambda v: jax.lax.cond(jax.lax.axis_index('x') == 0, total, jnp.sin, v))\n"
+        "except Exception as error:\n    print(f'ERROR: {error}')\n"
+    )
+    assert status == 0, text
+    waits = r"rank 1 \(device 1\), which has not called it \(with jaxlib 0\.10, CPU devices of one "
+    waits += r"process hang when more than 32 programs .*jax\.block_until_ready more often\)\."
+    for label in (r"^WARNING:jax_intranode:psum .* has waited .* waits for ", r"^ERROR: .*"):
+        assert re.search(label + ".*" + waits, text, re.MULTILINE), text
+
+
 # After Python has ended, a destructor takes its time, and a thread comes back from C++.
 LATE_THREAD = """
 import ctypes, threading, time

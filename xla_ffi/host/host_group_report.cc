@@ -35,7 +35,9 @@ Wait HostGroup::WaitOf(int rank, const Key& key, const Pending& pending,
     for (int local : local_ranks_) {
       if (!pending.members.contains(local)) wait.missing = local;
     }
-    wait.detail = ", which has not called it";
+    wait.detail =
+        ", which has not called it (with jaxlib 0.10, CPU devices of one process hang when more "
+        "than 32 programs are in flight: call jax.block_until_ready more often)";
   } else if (active_ && key == current_) {
     wait.detail = ", whose data has not arrived";
   } else if (current_ != Key{}) {

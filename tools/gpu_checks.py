@@ -1,7 +1,8 @@
 """Checks and measures what needs GPUs, in steps with limits of their own.
 
-Runs the steps that have no line in OUT/steps.jsonl yet. The package has to be installed. The groups
-`collectives` to `matmuls` make files of docs/measurements. CUDA_VISIBLE_DEVICES chooses the GPUs.
+Runs the steps that have no line in OUT/steps.jsonl yet. The package has to be installed, and flax
+and optax for one of the `examples`. The groups `collectives` to `matmuls` make files of
+docs/measurements. CUDA_VISIBLE_DEVICES chooses the GPUs.
 """
 
 import argparse
@@ -21,6 +22,8 @@ NVCC = f"nvcc -std=c++20 -O3 -gencode arch=compute_90a,code=sm_90a -ldl -I {CUDA
 # XLA causes errors of API calls on purpose. None of its tools looks at races between GPUs.
 SANITIZER = "compute-sanitizer --target-processes all --error-exitcode 1 --report-api-errors no"
 SANITIZER += " --kernel-name kns=jax_intranode"
+# How each example begins, and when it has to have said it.
+EXAMPLE_SAYS, EXAMPLE_SAYS_IN_S = re.compile(r"\d+ devices \(.+\): "), 10
 PROBES = {
     "fused_probe": "fused_matmul.cc fused_bf16.cu fused_f16.cu slab.cu cublas_lt.cc",
     "collectives_probe": "kernels_bare.cu collectives.cc slab.cu",
@@ -56,6 +59,12 @@ def steps(out: Path, devices: int, cpu: bool) -> list[tuple[str, str, int, str, 
     soak = f"{PYTHON} jax_intranode soak {on} --json {out}"
     add("tests", "soak", 200, f"{soak}/soak.json --minutes {0.2 if cpu else 2}")
     add("tests", "faults", 200, f"{soak}/faults.json --faults --cases {2 if cpu else 12}")
+    # With their defaults, in one process and, where they say so, in a process per GPU.
+    launch = f"{PYTHON} jax_intranode launch {f'-n {devices} ' if cpu else ''}"
+    for file in sorted((ROOT / "examples").rglob("*.py")):
+        add("examples", f"example_{file.stem}", 60, f"{sys.executable} -P {file}")
+        if "jax_intranode launch" in file.read_text():
+            add("examples", f"example_{file.stem}_launched", 60, f"{launch}{file}")
     # The kernels alone; a GPU stands for several ranks if there are fewer.
     for probe, sources in PROBES.items():
         files = [f"{ROOT}/tools/{probe}.cu", *(f"{CUDA}/{name}" for name in sources.split())]
@@ -107,10 +116,19 @@ def run(step: tuple[str, str, int, str, str], out: Path, cpu: bool) -> dict:
     words, log = f"timeout -s KILL {limit_s} {command}".split(), out / f"{name}.log"
     begun = time.monotonic()
     with log.open("w") as to, open(os.devnull) as empty:  # not in ROOT, which would be imported
-        done = subprocess.run(words, cwd=out, env=env, stdin=empty, stdout=to, stderr=to)
+        done = subprocess.Popen(words, cwd=out, env=env, stdin=empty, stdout=to, stderr=to)
+        said = None  # after how many seconds
+        while said is None and group == "examples" and done.poll() is None:
+            time.sleep(0.1)
+            if EXAMPLE_SAYS.search(log.read_text(errors="replace")):
+                said = time.monotonic() - begun
+        done.wait()
     last = [line for line in log.read_text(errors="replace").splitlines() if line.strip()][-3:]
     outcome = done.returncode if done.returncode not in (-9, 137) else f"not done in {limit_s} s"
+    if group == "examples" and outcome == 0 and (said is None or said > EXAMPLE_SAYS_IN_S):
+        outcome = f"said nothing for {EXAMPLE_SAYS_IN_S} s"
     line = {"group": group, "step": name, "exit": outcome, "last": last}
+    line |= {"said_after_s": round(said, 1)} if said else {}
     return line | {"seconds": round(time.monotonic() - begun, 1)}
 
 

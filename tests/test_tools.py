@@ -123,11 +123,44 @@ def test_plot(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 # Pages and comparisons.
 
 
-def test_the_performance_page_is_up_to_date(
+def test_the_figures_of_the_pages_are_up_to_date(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    names = {str(page.relative_to(ROOT)) for page in performance_page.PAGES}
+    assert names == {"docs/performance.md", "docs/when.md", "docs/serving.md", "README.md"}
+    for page in performance_page.PAGES:
+        assert "<!-- make: " in page.read_text(), page
     monkeypatch.setattr(sys, "argv", ["performance_page.py", "--check"])
     assert performance_page._main() == 0, capsys.readouterr().err
+
+
+def test_figures_in_sentences(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """An outlier of jax.lax makes no headline, and a figure of other files fails the check."""
+    common = {"mode": SINGLE_PROCESS, "dtype": "float32", "time_us": 2.0}
+    # 35 at 16 KB is an outlier, and 64 MB is no size of a headline.
+    times = {1 << 10: 6.0, 16 << 10: 35.0, 64 << 10: 8.0, 4 << 20: 5.0, 64 << 20: 40.0}
+    result = {"rows": [{"size": size, "lax_time_us": us} | common for size, us in times.items()]}
+    assert performance_page.ratios(result) == "2.50"
+    times[4 << 20] = 9.0
+    result = {"rows": [{"size": size, "lax_time_us": us} | common for size, us in times.items()]}
+    assert performance_page.ratios(result) == "3.00 to 4.50"
+    programs = [{"time_us": 2.0, "lax_time_us": us, "unedited_time_us": 1.9} for us in (1.8, 2.4)]
+    assert performance_page.lowest({"rows": programs}) == "0.90"
+    assert performance_page.lowest_gain({"rows": programs}) == "1.20"
+    assert performance_page.fused({"rows": programs}) == "0.95"
+
+    page = tmp_path / "page.md"
+    head, end = "| <!-- make: ratios jax_0_12/psum_2_h100.json -->", "<!-- end --> |"
+    monkeypatch.setattr(sys, "argv", ["performance_page.py", "--check", str(page)])
+    page.write_text(f"{head}1.78 to 2.37{end}\n")
+    assert performance_page._main() == 1 and "is not up to date" in capsys.readouterr().err
+    monkeypatch.setattr(sys, "argv", ["performance_page.py", str(page)])
+    assert performance_page._main() == 0
+    assert page.read_text() == f"{head}1.78 to 2.06{end}\n"
+    page.write_text(f"{head.replace('psum_2', 'psum_3')}1{end}\n")
+    assert performance_page._main() == 1 and "psum_3_h100.json" in capsys.readouterr().err
 
 
 def test_rows_that_changed_between_versions() -> None:

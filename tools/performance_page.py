@@ -1,14 +1,16 @@
-"""Makes the tables and figures of docs/performance.md from the JSON files in docs/measurements.
+"""Makes the tables and figures of pages from the JSON files in docs/measurements.
 
-    python tools/performance_page.py [--check] [PAGE]
+    python tools/performance_page.py [--check] [PAGE...]
 
-Each table of the page stands between two comments, of which the first one says what to make:
+The pages are those in PAGES. Each table stands between two comments, of which the first one says
+what to make:
 
     <!-- make: collectives psum_2_h200.json -->
     ...
     <!-- end -->
 
-The program replaces what stands between them. The words after "make:" are
+In a sentence or in the cell of a table, the two comments stand around a figure of it; no line may
+begin with them. The program replaces what stands between them. The words after "make:" are
 
     headline FILE         one sentence: the time of small collectives
     setup FILE...         devices, versions, date and command of runs of the benchmark
@@ -18,12 +20,21 @@ The program replaces what stands between them. The words after "make:" are
     losses FILE...        a table of the rows where ours gains little, or loses
     figure PNG FILE...    a plot, written to docs/figures/PNG
 
-A table whose file does not exist yet keeps its text. With --check the program writes nothing, and
-exits with 1 if a table or a figure is not the one that the files give.
+and around a figure of a sentence, of all rows together (of collectives, of rows up to 4 MB),
+
+    ratios FILE...        the lowest and the highest ratio
+    lowest FILE...        the lowest one
+    lowest_gain FILE...   the lowest one that is no loss
+    fused FILE...         as ratios: the program that is only accelerated, to ours
+
+For these `jax.lax` needs no longer for an array than for a larger one: so its outliers make no
+headline. A table whose file does not exist yet keeps its text. With --check the program writes
+nothing, and exits with 1 if something is not what the files give.
 """
 
 import argparse
 import hashlib
+import math
 import re
 import statistics
 import sys
@@ -37,15 +48,19 @@ from jax_intranode._src.command_line.bench import report
 from jax_intranode._src.command_line.benefits import size_text
 from jax_intranode._src.command_line.launcher.runs import PROCESS_PER_DEVICE, SINGLE_PROCESS
 
-PAGE = Path(__file__).resolve().parent.parent / "docs" / "performance.md"
+ROOT = Path(__file__).resolve().parent.parent
+DOCS = ROOT / "docs"
+PAGES = [DOCS / "performance.md", DOCS / "when.md", DOCS / "serving.md", ROOT / "README.md"]
 
 _BY = "\N{MULTIPLICATION SIGN}"
-_BLOCK = re.compile(r"<!-- make: (?P<what>[^>]*?) -->\n(?P<text>.*?)<!-- end -->", re.DOTALL)
+_BLOCK = re.compile(r"(?P<head><!-- make: (?P<what>[^>]*?) -->\n?)(?P<text>.*?)<!-- end -->", re.S)
 _MODES = {PROCESS_PER_DEVICE: "one process per device", SINGLE_PROCESS: "a single process"}
 # Rows below this ratio are listed as losses, or as gains too small to count on.
 _GAIN = 1.05
 # Sizes of the headline.
 _SMALL = 64 << 10
+# Sizes of the ratios in sentences.
+_MOST = 4 << 20
 
 
 # Tables.
@@ -205,6 +220,52 @@ def losses(*results: dict[str, Any]) -> str:
     return _markdown(head, cells)
 
 
+# Figures of sentences.
+
+
+def _ratios(results: Sequence[dict[str, Any]]) -> list[float]:
+    """Returns the ratios of all rows, in rising order; `jax.lax` needs no less for a smaller size.
+
+    A call that falls back has its ratio, too. It is 1 but for noise.
+    """
+    found = []
+    for result in results:
+        least: dict[tuple[str, str], float] = {}  # of jax.lax, of this size and larger ones
+        for row in sorted(result["rows"], key=lambda row: row.get("size", 0), reverse=True):
+            lax = row["lax_time_us"]
+            if "size" in row:
+                line = row["mode"], row["dtype"]
+                lax = least[line] = min(lax, least.get(line, math.inf))
+            if row.get("size", 0) <= _MOST:
+                found.append(lax / row["time_us"])
+    return sorted(found)
+
+
+def _range(values: Sequence[float]) -> str:
+    return " to ".join(dict.fromkeys(f"{value:.2f}" for value in (min(values), max(values))))
+
+
+def ratios(*results: dict[str, Any]) -> str:
+    """Returns the lowest and the highest ratio."""
+    return _range(_ratios(results))
+
+
+def lowest(*results: dict[str, Any]) -> str:
+    """Returns the lowest ratio."""
+    return f"{_ratios(results)[0]:.2f}"
+
+
+def lowest_gain(*results: dict[str, Any]) -> str:
+    """Returns the lowest ratio that is no loss."""
+    return f"{next(ratio for ratio in _ratios(results) if ratio >= 1):.2f}"
+
+
+def fused(*results: dict[str, Any]) -> str:
+    """Returns how much longer programs take that are only accelerated."""
+    rows = [row for result in results for row in result["rows"]]
+    return _range([row["unedited_time_us"] / row["time_us"] for row in rows])
+
+
 # Figures.
 
 
@@ -239,6 +300,12 @@ _TABLES: dict[str, Callable[..., str]] = {
     "programs": programs,
     "losses": losses,
 }
+_IN_SENTENCES: dict[str, Callable[..., str]] = {
+    "ratios": ratios,
+    "lowest": lowest,
+    "lowest_gain": lowest_gain,
+    "fused": fused,
+}
 
 
 def render(page: str, docs: Path, check: bool) -> str:
@@ -257,17 +324,23 @@ def render(page: str, docs: Path, check: bool) -> str:
         kind, *names = block["what"].split()
         png = docs / "figures" / names.pop(0) if kind == "figure" else None
         files = [docs / "measurements" / name for name in names]
-        if not all(file.exists() for file in files):
+        if kind in _IN_SENTENCES:
+            text = _IN_SENTENCES[kind](*map(plots.read, files))
+        elif not all(file.exists() for file in files):
             text = block["text"]
         elif png is not None:
             text = figure(files, png, check)
         elif kind in _TABLES:
             text = _TABLES[kind](*map(plots.read, files))
         else:
-            raise ValueError(f"make: {kind} is none of {', '.join(_TABLES)}, figure")
-        return f"<!-- make: {block['what']} -->\n{text}<!-- end -->"
+            known = ", ".join(_TABLES | _IN_SENTENCES)
+            raise ValueError(f"make: {kind} is none of {known}, figure")
+        return f"{block['head']}{text}<!-- end -->"
 
-    return _BLOCK.sub(make, page)
+    page, found = _BLOCK.subn(make, page)
+    if found != len(re.findall(r"<!--\s*make:", page)):
+        raise ValueError("a comment is not '<!-- make: ... -->' before an '<!-- end -->'")
+    return page
 
 
 def _main() -> int:
@@ -275,20 +348,22 @@ def _main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--check", action="store_true", help="only check whether it is up to date")
-    parser.add_argument("page", nargs="?", type=Path, default=PAGE, metavar="PAGE")
+    parser.add_argument("pages", nargs="*", type=Path, default=PAGES, metavar="PAGE")
     options = parser.parse_args()
-    before = options.page.read_text()
-    try:
-        after = render(before, options.page.parent, options.check)
-    except ValueError as error:
-        sys.stderr.write(f"{error}\n")
-        return 1
-    if options.check and after != before:
-        sys.stderr.write(f"{options.page} is not up to date: run tools/performance_page.py\n")
-        return 1
-    if not options.check:
-        options.page.write_text(after)
-    return 0
+    status = 0
+    for page in options.pages:
+        before = page.read_text()
+        try:
+            after = render(before, DOCS, options.check)
+        except (OSError, ValueError) as error:
+            sys.stderr.write(f"{page}: {error}\n")
+            return 1
+        if options.check and after != before:
+            sys.stderr.write(f"{page} is not up to date: run tools/performance_page.py\n")
+            status = 1
+        if not options.check:
+            page.write_text(after)
+    return status
 
 
 if __name__ == "__main__":

@@ -56,8 +56,8 @@ def run(arguments: argparse.Namespace) -> int:
     gpus = machine.visible_gpus()
     if arguments.platform == "gpu" and gpus < 2:
         raise WrongInput(
-            f"--platform gpu: {gpus} GPU(s) are visible here, and a group has 2 or more: choose "
-            "--platform cpu"
+            f"--platform gpu: a group has 2 or more GPUs, and {gpus} are visible: check "
+            "CUDA_VISIBLE_DEVICES, and the driver's state in `python -m jax_intranode info`"
         )
     if arguments.png is not None:
         plot = source_tree.load("bench_plots.command", "--png")

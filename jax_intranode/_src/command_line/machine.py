@@ -13,6 +13,10 @@ from jax_intranode._src.group import nvml
 
 # POSIX shared memory, through which the processes of CPU devices communicate.
 SHARED_MEMORY = Path("/dev/shm")
+NO_GPUS = (
+    "NVML finds no GPU that JAX would see: check CUDA_VISIBLE_DEVICES, and the driver's state in "
+    "`python -m jax_intranode info`"
+)
 
 
 def driver() -> dict[str, str | None]:
@@ -68,10 +72,7 @@ def platform_and_devices(
     if platform == "cpu":
         return platform, arguments.devices or of_cpu
     if not gpus:
-        raise WrongInput(
-            "--platform gpu: JAX would find no NVIDIA GPU here (by NVML and CUDA_VISIBLE_DEVICES): "
-            "choose --platform cpu"
-        )
+        raise WrongInput(f"--platform gpu: {NO_GPUS}")
     shares = shares and gpus == 1
     devices = arguments.devices or (fewest if shares else gpus)
     if devices > gpus and not shares:
@@ -79,9 +80,10 @@ def platform_and_devices(
             f"this node has {gpus} visible GPUs, not {devices}: choose --devices {gpus} or less"
         )
     if devices < fewest:
+        otherwise = "choose --platform cpu" if arguments.platform == "auto" else "make more visible"
         raise WrongInput(
-            f"a group has {fewest} or more GPUs, and {devices} are asked for: choose --devices, or "
-            "--platform cpu"
+            f"a group has {fewest} or more GPUs; {gpus} are visible, and {devices} are asked for: "
+            f"{'choose --devices' if gpus >= fewest else otherwise}"
         )
     return platform, devices
 

@@ -4,6 +4,7 @@ It imports nothing that a broken installation may lack.
 """
 
 import argparse
+import difflib
 import importlib.util
 import os
 from collections.abc import Callable, Sequence
@@ -30,7 +31,12 @@ class Parser(argparse.ArgumentParser):
     """A parser that raises WrongInput. argparse prints the usage, too, and exits."""
 
     def error(self, message: str) -> NoReturn:
-        raise WrongInput(f"{message}. `{self.prog} --help` lists what it takes.")
+        meant = ""
+        if message.startswith("unrecognized arguments: "):
+            name = message.split()[2].partition("=")[0]
+            for near in difflib.get_close_matches(name, self._option_string_actions, n=1):
+                meant = f" Did you mean {near}?"
+        raise WrongInput(f"{message}.{meant} `{self.prog} --help` lists what it takes.")
 
 
 def new_file(text: str) -> Path:
@@ -50,12 +56,12 @@ def check_can_draw(what: str) -> None:
         raise WrongInput(f"{what} needs matplotlib: pip install 'jax_intranode[plot]'")
 
 
-def integer_from(minimum: int) -> Callable[[str], int]:
-    """Returns an argparse type for integers of at least this minimum."""
+def integer_from(minimum: int, why: str = "") -> Callable[[str], int]:
+    """Returns an argparse type for integers of at least this minimum; why not for smaller ones."""
 
     def integer(text: str) -> int:
         if not text.isdecimal() or int(text) < minimum:
-            raise WrongInput(f"{text!r}: use an integer from {minimum} on")
+            raise WrongInput(f"{text!r}: use an integer of at least {minimum}{why and ': '}{why}")
         return int(text)
 
     return integer

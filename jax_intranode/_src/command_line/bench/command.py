@@ -18,6 +18,7 @@ from jax_intranode._src.command_line.bench.operations import MATMULS, OPERATIONS
 from jax_intranode._src.command_line.bench.settings import Settings
 from jax_intranode._src.command_line.launcher import runs
 from jax_intranode._src.command_line.options import WrongInput
+from jax_intranode._src.native import definitions
 from jax_intranode._src.selection import config
 from jax_intranode._src.selection.overlap.plan import describe_fields as describe_plan_fields
 from jax_intranode._src.selection.overlap.plan import parse as parse_plan
@@ -156,7 +157,7 @@ def _parse_plan(text: str) -> dict[str, Any]:
 
 def settings_of(arguments: argparse.Namespace, platform: str, devices: int) -> list[Settings]:
     """Returns the settings of each mode, after a check of the options."""
-    _check(arguments)
+    _check(arguments, devices)
     name = arguments.name
     shapes = _shapes(arguments, platform, devices) if name in MATMULS else []
     largest = arguments.maxbytes or parse_size("64K" if platform == "cpu" else "16M")
@@ -189,9 +190,12 @@ def settings_of(arguments: argparse.Namespace, platform: str, devices: int) -> l
     return found
 
 
-def _check(arguments: argparse.Namespace) -> None:
+def _check(arguments: argparse.Namespace, devices: int) -> None:
     """Raises WrongInput if these options contradict each other or can't work here."""
-    name = arguments.name
+    name, most = arguments.name, definitions.MAX_WORLD_SIZE
+    if not is_program(name) and devices > most:
+        text = f"{name}: a group has at most {most} ranks, not {devices}: choose --devices {most}"
+        raise WrongInput(f"{text} or less")
     if is_program(name) and (arguments.peers or arguments.plot):
         raise WrongInput(f"--peers and --plot are for operations, not for the program {name}")
     if name in MATMULS:

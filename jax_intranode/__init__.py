@@ -7,8 +7,14 @@ __version__ = "0.1.0"
 
 # What failed below, where `python -m jax_intranode` goes on: `info` says what is broken.
 _import_error: Exception | None = None
+# Whether this is `python -m jax_intranode`. While Python looks for what -m names, argv[0] is "-m".
+_words = _sys.orig_argv[1 : len(_sys.orig_argv) - len(_sys.argv) + 1]
+_is_command = _sys.argv[:1] == ["-m"] and _words[-1:] in (["jax_intranode"], ["-mjax_intranode"])
+_before = set(_os.environ)
 
 try:
+    if _is_command and _sys.argv[1:2] == ["run"]:
+        raise ImportError("`run` starts Python again, and needs nothing of what follows")
     from jax_intranode._src.group.communicator import initialize, shutdown, usage_counter
     from jax_intranode._src.group.peer_buffer import (
         PeerBuffer,
@@ -51,11 +57,11 @@ try:
     _config.check(_os.environ)
     _current_tuning()
 except Exception as _error:
-    # While Python looks for the module that -m names, sys.argv[0] is "-m".
-    _arguments = _sys.orig_argv[1 : len(_sys.orig_argv) - len(_sys.argv) + 1]
-    if _sys.argv[:1] != ["-m"] or _arguments[-1:] not in (["jax_intranode"], ["-mjax_intranode"]):
+    if not _is_command:
         raise
     _import_error = _error
+# Environment variables that JAX has set when it was imported.
+_set_by_jax = set(_os.environ) - _before
 
 __all__ = [
     "Call",

@@ -79,6 +79,7 @@ COMMANDS = (
         "run",
         "run a script or a module with its collectives accelerated",
         "jax_intranode._src.command_line.run",
+        needs_package=False,
         starts_ranks=False,
     ),
     Command(
@@ -158,6 +159,8 @@ def _run(argv: Sequence[str]) -> int:
         parser.print_help()
         return 2
     command = _find(options.command)
+    for name in jax_intranode._set_by_jax:  # not for programs that a command starts
+        os.environ.pop(name, None)
     error = jax_intranode._import_error
     if error is not None and (installed := _shadowed()) is not None:
         _run_installed(installed, command, argv)
@@ -167,7 +170,13 @@ def _run(argv: Sequence[str]) -> int:
             f"{type(error).__name__}: {error}\n`{PROGRAM} info` shows what is installed.\n"
         )
         return 1
-    module = _module(command)
+    try:
+        module = _module(command)
+    except WrongInput as error:
+        if not {"-h", "--help"} & {*options.arguments}:
+            raise
+        print(f"{PROGRAM} {command.name}: {command.help}.\n{error}.")
+        return 0
     try:
         arguments = _command_parser(command, module).parse_args(options.arguments)
         if command.starts_ranks and rank_on_this_node() > 0:

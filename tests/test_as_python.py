@@ -3,6 +3,7 @@
 import os
 import py_compile
 import subprocess
+import sys
 import textwrap
 import zipfile
 from collections.abc import Callable
@@ -10,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from processes import python
-from tiers import full
+from tiers import full, quick
 
 import jax_intranode
 
@@ -25,7 +26,7 @@ SHOW = """
     print(sorted(globals()), sys.modules["__main__"].__dict__ is globals())
     import atexit, traceback, helper
     print(sys.argv, sys.path[0], helper.__file__)
-    print(sys.flags.bytes_warning, sys.flags.dev_mode, sys.warnoptions)
+    print(sys.flags.bytes_warning, sys.flags.dev_mode, sys.warnoptions, sys._xoptions.get("of"))
     def own(kind, error, trace):
         print("own", kind, error, [frame.name for frame in traceback.extract_tb(trace)])
     if "own" in sys.argv:
@@ -68,7 +69,7 @@ def write(path: Path, *parts: str) -> None:
         pytest.param(way, what, flags, marks=[pytest.mark.full] * (way == "run" or k > 1))
         for k, (what, flags) in enumerate(
             [
-                ("-m package.module a", "-b -X dev -W error::FutureWarning"),
+                ("-m package.module a", "-b -X dev -X of=ours -W error::FutureWarning"),
                 ("script.py own", "PYTHONSAFEPATH"),
                 ("script.py own", "-P"),
                 *((what, "") for what in ("folder/../script.py a", "folder a", "archive.zip a")),
@@ -105,6 +106,221 @@ def test_a_script_sees_what_it_sees_under_python(
         assert out[2].endswith("users/helper.py"), out
 
 
+# What programs see before and after they import JAX.
+IS_ACCELERATED = """
+import sys
+mode = sys.modules.get("jax_intranode._src.rewrite.mode")
+print(mode is not None, bool(mode and mode.enabled.value), file=sys.stderr)
+"""
+PROGRAMS = {
+    "variables": """
+        import os
+        of_launch = ("PYTHONUNBUFFERED", "PYTHONFAULTHANDLER", "JAX_NUM_CPU_DEVICES")
+        print([(k, v) for k, v in sorted(os.environ.items())
+               if k not in of_launch and not k.startswith("JAX_INTRANODE_")])
+        """,
+    "modules": """
+        import sys
+        tops = {name.partition(".")[0] for name in sys.modules}
+        print(sorted(tops - sys.stdlib_module_names), "logging" in sys.modules)
+        """,
+    "the interpreter": """
+        import gc, logging, signal, sys, threading, warnings
+        def show():
+            print(gc.get_threshold(), gc.isenabled(), gc.get_freeze_count(), gc.get_debug())
+            print(sys.getrecursionlimit(), sys.getswitchinterval(), sys.excepthook.__name__)
+            print(sys.gettrace(), sys.getprofile(), sys.dont_write_bytecode, sys.flags)
+            print(logging.root.handlers, logging.root.level, logging.root.manager.disable)
+            print([t.name for t in threading.enumerate()], sys.unraisablehook.__name__)
+            of_faulthandler = {4, 6, 7, 8, 11}
+            print([signal.getsignal(n) for n in sorted(signal.valid_signals() - of_faulthandler)])
+            print(sys.displayhook.__name__, len(sys.path_hooks), sys.warnoptions, warnings.filters)
+        show()
+        import jax
+        show()
+        """,
+    "words of the command line": """
+        import sys
+        print(sys.orig_argv[0], sys.orig_argv[-3:], sys.argv, sys.path[0], sys.executable)
+        """,
+    "main": """
+        import __main__, sys
+        number: int = 3
+        print(__annotations__, type(__builtins__), __spec__, __name__, __doc__)
+        print(__main__ is sys.modules["__main__"], __main__.number, sorted(vars(__main__)))
+        if __name__ == "__main__":
+            print("is main")
+        """,
+    "variables of JAX": """
+        import os
+        os.environ.update(JAX_ENABLE_X64="1", JAX_NUM_CPU_DEVICES="4", JAX_LOG_COMPILES="0")
+        os.environ.update(JAX_DEFAULT_MATMUL_PRECISION="float32", JAX_PLATFORMS="cpu")
+        import jax, jax.numpy as jnp
+        print(jnp.ones(3).dtype, jax.device_count(), jax.config.jax_default_matmul_precision)
+        """,
+    "flags of XLA": """
+        import os
+        os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=3"
+        os.environ.pop("JAX_NUM_CPU_DEVICES", None)
+        import jax
+        print(jax.device_count(), jax.local_devices()[2])
+        """,
+    "options of JAX": """
+        import jax
+        print([(k, str(v)) for k, v in sorted(jax.config.values.items())
+               if k not in ("jax_check_proxy_envs", "jax_num_cpu_devices")])
+        jax.config.update("jax_num_cpu_devices", 3)
+        jax.config.update("jax_enable_x64", True)
+        print(jax.device_count(), jax.numpy.ones(3).dtype)
+        """,
+    "an import in a function": """
+        import sys
+        def work():
+            import jax
+            return jax.numpy.ones(3).sum()
+        print("jax" in sys.modules, "jaxlib" in sys.modules, "numpy" in sys.modules)
+        print(work())
+        """,
+    "an import in a thread": """
+        import threading
+        def work():
+            import jax
+        threads = [threading.Thread(target=work) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        import jax
+        print(jax.device_count(), threading.active_count())
+        """,
+    "an import of a part": """
+        import jax.numpy as jnp
+        from jax import lax
+        print(jnp.ones(3).sum(), lax.add(1, 2))
+        """,
+    "an import by name, after a look": """
+        import importlib, importlib.util, sys
+        print(importlib.util.find_spec("jax").origin, "jax" in sys.modules)
+        jax = importlib.import_module("jax")
+        print(jax.device_count())
+        """,
+    "an import that fails first": """
+        import os, sys, traceback
+        from pathlib import Path
+        for kind in ("ImportError", "ValueError"):
+            Path(kind, "jax").mkdir(parents=True, exist_ok=True)
+            Path(kind, "jax", "__init__.py").write_text(f"raise {kind}('it broke')")
+            sys.path.insert(0, kind)
+            try:
+                import jax
+            except Exception:
+                traceback.print_exc(file=sys.stdout)
+            print("jax" in sys.modules)
+            del sys.path[0]
+        import jax
+        print(jax.device_count())
+        """,
+    "what an import leaves": """
+        import sys
+        import jax
+        print([type(finder) for finder in sys.meta_path], sys.path)
+        print(vars(jax.__loader__), type(jax.__spec__.loader))
+        import importlib
+        print(importlib.reload(jax) is jax, jax.device_count())
+        """,
+    "an import of this package": """
+        import jax_intranode
+        import jax
+        print(sorted(jax_intranode.__all__), jax.device_count())
+        """,
+    "children": """
+        import multiprocessing, sys
+        class State:
+            def __eq__(self, other):
+                return type(self) is type(other)
+        def work(state):
+            import os, sys
+            print("jax" in sys.modules, "jax_intranode" in sys.modules, __name__, sys.argv)
+            print(type(state).__module__)
+            import jax
+            return state, jax.numpy.ones(3).sum().item()
+        if __name__ == "__main__":
+            with multiprocessing.get_context("spawn").Pool(1) as pool:
+                print(pool.map(work, [State()]) == [(State(), 3.0)])
+        """,
+    "the order of exit handlers": """
+        import atexit, sys, threading, weakref
+        class Last:
+            pass
+        last = Last()
+        weakref.finalize(last, print, "finalizer")
+        atexit.register(print, "first")
+        import jax
+        atexit.register(print, "second")
+        threading.Thread(target=lambda: print("a thread")).start()
+        print(jax.device_count(), flush=True)
+        sys.exit(7)
+        """,
+    "a text as exit code": """
+        import sys
+        sys.exit("it ends")
+        """,
+    "an exception": """
+        import atexit, sys, traceback
+        def last():
+            print([frame.name for frame in traceback.extract_tb(sys.last_traceback)])
+            print([frame.name for frame in traceback.extract_tb(sys.last_value.__traceback__)])
+        atexit.register(last)
+        def inner():
+            raise KeyError("inner")
+        try:
+            inner()
+        except KeyError as error:
+            raise BrokenPipeError("outer") from error
+        """,
+    "a program that executes itself again": """
+        import os, sys
+        if "AGAIN" not in os.environ:
+            os.environ["AGAIN"] = "1"
+            os.execv(sys.executable, sys.orig_argv)
+        import jax
+        print(sys.argv, jax.device_count())
+        """,
+    "an interrupt": """
+        import os, signal, time
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(10)
+        """,
+}
+FAILING = {"a text as exit code": 1, "an exception": 1, "the order of exit handlers": 7}
+QUICK_PROGRAMS = ("modules", "variables of JAX", "an import by name, after a look")
+
+
+@pytest.mark.parametrize("what", quick(PROGRAMS, QUICK_PROGRAMS))
+@pytest.mark.parametrize("way", ["run", full("launch"), full("launch run")])
+def test_a_program_sees_what_it_sees_alone(
+    output: Output, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, way: str, what: str
+) -> None:
+    """Nothing of JAX is there before it imports JAX, and then it is accelerated."""
+    for name in ("TF_CPP_MIN_LOG_LEVEL", "TPU_SKIP_MDS_QUERY"):  # which JAX of this process has set
+        monkeypatch.delenv(name, raising=False)
+    ends = what in FAILING or what == "an interrupt"
+    write(tmp_path / "program.py", PROGRAMS[what], "" if ends else IS_ACCELERATED)
+    plain = output("program.py", "a", "--b")
+    command, *rest = way.split()
+    code, out, err = output(*WAYS[command], *rest, "program.py", "a", "--b")
+    if what == "an interrupt":
+        assert plain[0] == -2 and code == (-2 if way == "run" else 130), err
+    else:
+        assert plain[0] == code == FAILING.get(what, 0), err
+    assert out == plain[1], err
+    if not ends and "import jax" in PROGRAMS[what] and what != "children":
+        assert plain[2][-1] == f"{what == 'an import of this package'} False"
+        assert err[-1] == f"True {way != 'launch'}"
+    if ends:
+        assert err[: len(plain[2])] == plain[2]  # `launch` adds the report
+
+
 @pytest.mark.parametrize("way", WAYS)
 def test_main_is_there_until_exit_handlers_and_threads_have_ended(
     output: Output, tmp_path: Path, way: str
@@ -126,6 +342,25 @@ def test_main_is_there_until_exit_handlers_and_threads_have_ended(
     )
     code, out, err = output(*WAYS[way], "script.py")
     assert (code, out) == (0, ["thread True", "at exit True"]), err
+
+
+def test_an_interpreter_that_stays_interactive(tmp_path: Path) -> None:
+    """Its options reach the script, and the script's names are there at its end."""
+    write(tmp_path / "script.py", "import sys; number = sys.get_int_max_str_digits(); 1 / 0")
+    options = (*("-i", "-q", "-X", "int_max_str_digits=700", "-X", "of=ours", "-W", "ignore"), "-O")
+    shown = [
+        subprocess.run(
+            [sys.executable, *options, *way, "script.py"],
+            cwd=tmp_path,
+            input="print(number, sys.argv, sys._xoptions, sys.warnoptions, __debug__, __name__)\n",
+            capture_output=True,
+            text=True,
+        )
+        for way in ((), WAYS["run"])
+    ]
+    assert "700 ['script.py'] " in shown[0].stdout
+    for name in ("returncode", "stdout", "stderr"):
+        assert getattr(shown[0], name) == getattr(shown[1], name), name
 
 
 @pytest.mark.parametrize("way", ["SCRIPT", full("run SCRIPT")])

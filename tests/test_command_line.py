@@ -1,6 +1,7 @@
 """The command line: which command runs, what is said of wrong ones, and broken installations."""
 
 import importlib
+import importlib.util
 import json
 import re
 import shutil
@@ -16,6 +17,7 @@ from tiers import full, quick
 import jax_intranode
 from jax_intranode import __main__ as command_line
 from jax_intranode import _host
+from jax_intranode._src.command_line import source_tree
 from jax_intranode._src.selection import config
 
 ROOT = Path(__file__).parent.parent
@@ -55,6 +57,19 @@ def test_help_of_a_command_has_an_example(
         assert line in out
 
 
+def test_help_of_a_command_of_the_source_tree(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Where there is no source tree."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(source_tree, "_ROOT", tmp_path)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    code, out, err = run_main(capsys, "plot", "--help")
+    assert (code, err) == (0, "")
+    assert "plot: draw JSON files of bench" in out and "set PYTHONPATH to its folder tools" in out
+    assert run_main(capsys, "plot", "a.json")[:2] == (2, "")
+
+
 @pytest.mark.parametrize(
     ("variable", "runs"),
     [("SLURM_LOCALID", False), ("OMPI_COMM_WORLD_LOCAL_RANK", False), ("SLURM_PROCID", True)],
@@ -89,6 +104,20 @@ def test_command_in_a_broken_installation(broken: Path) -> None:
     first, second = done.stderr.splitlines()
     assert "plot: jax_intranode cannot be used here: ImportError: " in first
     assert "info" in second
+
+
+def test_a_program_in_a_broken_installation(broken: Path, tmp_path: Path) -> None:
+    """It runs until it imports JAX. A program that can do without JAX does not go on without."""
+    program = tmp_path / "program.py"
+    program.write_text("print('begins')\nif 'a' in __import__('sys').argv:\n    import jax\n")
+    done = run_in(broken, "-m", "jax_intranode", "run", str(program))
+    assert (done.returncode, done.stdout, done.stderr) == (0, "begins\n", "")
+    text = program.read_text().replace("    import jax\n", "    try:\n        import jax\n")
+    program.write_text(f"{text}    except ImportError:\n        pass\n")
+    done = run_in(broken, "-m", "jax_intranode", "run", str(program), "a")
+    assert (done.returncode, done.stdout) == (1, "begins\n")
+    first, second = done.stderr.splitlines()
+    assert "jax_intranode cannot be used here: ImportError: " in first and "info" in second
 
 
 @pytest.mark.parametrize(

@@ -3,8 +3,10 @@
 import contextlib
 import functools
 import math
+import re
 import subprocess
 import textwrap
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -219,8 +221,32 @@ def test_one_call_is_nothing_to_compare(
     jax.jit(lambda x: x + 1)(1)
     comparison.finish()
     comparison.finish()
-    (text,) = capsys.readouterr().err.splitlines()
-    assert text.startswith("compare: there is nothing to compare: no function of jax.jit")
+    first, second = capsys.readouterr().err.splitlines()
+    assert first.startswith("compare: there is nothing to compare: ")
+    assert re.search(r"jax.pmap twice; once: <lambda> \(test_compare.py:\d+\)$", first)
+    assert f"  call one in a loop, {STEPS + 2} times: " in second
+
+
+def test_a_thread_that_begins_the_comparison(
+    started: Started, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It is the one in which the script imports JAX; compared are the calls of the main thread."""
+    thread = threading.Thread(target=started)
+    thread.start()
+    thread.join()
+    step = jax.jit(lambda x: x + 1)
+    for k in range(4):
+        assert step(k) == k + 1
+    compare.finish()
+    assert "compare: <lambda> (test_compare.py:" in capsys.readouterr().err
+
+
+def test_a_script_without_jax(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text("print('done')")
+    command = ("-m", "jax_intranode", "run", "--compare", "script.py")
+    done = python(*command, cwd=tmp_path, stderr=subprocess.PIPE)
+    assert (done.returncode, done.stdout) == (0, "done\n")
+    assert done.stderr == "compare: there is nothing to compare: JAX was not imported\n"
 
 
 def test_difference_of_results() -> None:

@@ -39,7 +39,6 @@ from jax_intranode._src.jax_private import trace_state
 from jax_intranode._src.report import calls
 from jax_intranode._src.rewrite import mode
 
-STEPS = 40
 PLAIN, ACCELERATED = "plain", "accelerated"
 # Effects that may happen twice, other than those of debugging: none.
 _HARMLESS = ("DebugEffect", "OrderedDebugEffect")
@@ -47,9 +46,7 @@ _HARMLESS = ("DebugEffect", "OrderedDebugEffect")
 _current: "Comparison | None" = None
 
 
-def start(
-    steps: int = STEPS, accelerate: Callable[[], Any] = jax_intranode.accelerate
-) -> "Comparison":
+def start(steps: int, accelerate: Callable[[], Any] = jax_intranode.accelerate) -> "Comparison":
     """Lets the functions that are jitted from now on be compared.
 
     Args:
@@ -173,7 +170,7 @@ class Comparison:
         self._block = max(1, steps // 8)
         self.accelerate = accelerate
         self._functions: dict[Any, _Function] = {}
-        self._thread = threading.get_ident()
+        self._thread = threading.main_thread().ident  # another one may have imported JAX
         self._compiles = 0
         self._over = False
         self._of_jax: dict[str, Any] = {"jit": jax.jit, "pmap": jax.pmap}
@@ -297,9 +294,14 @@ class Comparison:
         self._end()
         called = [function for function in self._functions.values() if function.calls > 1]
         if not called:
+            once = ", ".join(f.name + f.where for f in self._functions.values() if f.calls)
             _say(
-                "there is nothing to compare: no function of jax.jit or jax.pmap was called twice, "
-                "outside of other functions"
+                "there is nothing to compare: the main thread has called no function of jax.jit or "
+                f"jax.pmap twice{once and f'; once: {once}'}"
+            )
+            _say(
+                f"  call one in a loop, {self._steps + 2} times: its calls are then timed, plain "
+                "and accelerated in turns"
             )
             return
         self._report(max(called, key=lambda f: (bool(f.replaced), f.calls)))

@@ -15,7 +15,7 @@ from typing import NamedTuple
 from jax_intranode._src.command_line import machine
 from jax_intranode._src.command_line import run as run_command
 from jax_intranode._src.command_line.launcher import start_rank
-from jax_intranode._src.command_line.launcher.job import ABORT_S, START_RANK, Job, Streams
+from jax_intranode._src.command_line.launcher.job import ABORT_S, Job, Streams
 from jax_intranode._src.command_line.launcher.output import RankOutput, Screen, Stream
 from jax_intranode._src.command_line.launcher.own_files import make_own_directory
 from jax_intranode._src.command_line.launcher.rank import rank_env
@@ -107,7 +107,8 @@ class _Launch:
         self, arguments: argparse.Namespace, program: list[str], world_size: int, restart: int
     ) -> None:
         self._arguments = arguments
-        self._command = [*START_RANK, *program]
+        # No variables: Python may have been told to ignore them.
+        self._command = [*start_rank.command("-u", "-X", "faulthandler"), "rank", *program]
         self._world_size = world_size
         self._restart = restart
         self._started = time.monotonic()
@@ -323,9 +324,7 @@ def _world_size(arguments: argparse.Namespace) -> int:
             raise WrongInput("launch: without GPUs, say how many processes to start: -n 2.")
         return int(wanted)
     if not gpus:
-        raise WrongInput("launch: NVML finds no GPU that JAX would see. Use --platform cpu.")
+        raise WrongInput(f"launch on GPUs: {machine.NO_GPUS}")
     if wanted is not None and wanted > gpus:
-        raise WrongInput(
-            f"launch -n {wanted}: JAX sees {gpus} GPUs here. Use -n {gpus}, or --platform cpu."
-        )
+        raise WrongInput(f"launch -n {wanted}: JAX sees {gpus} GPUs here. Use -n {gpus} or less.")
     return wanted or gpus

@@ -3,14 +3,17 @@
 import argparse
 import functools
 import importlib.util
+import os
+import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NoReturn
 
 import jax_intranode
-from jax_intranode._src.command_line import compare
 from jax_intranode._src.command_line.launcher import start_rank
 from jax_intranode._src.command_line.options import PROGRAM, Parser, WrongInput, integer_from
-from jax_intranode._src.selection import config
+
+STEPS = 40  # of --compare
 
 DESCRIPTION = (
     "Runs a script or a module as Python does, after jax_intranode.install(): collectives of "
@@ -64,30 +67,43 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "results: those of the jitted function that is called most"
     )
     add("--compare", action="store_true", help=text)
-    text = f"how many steps to compare (default {compare.STEPS}); the script goes on after them"
-    add("--steps", type=integer_from(16), default=compare.STEPS, metavar="N", help=text)
+    text = f"how many steps to compare (default {STEPS}); the script goes on after them"
+    few = "with fewer, no program is timed twice"
+    add("--steps", type=integer_from(9, few), metavar="N", help=text)
 
 
 def parse_options(words: Sequence[str]) -> argparse.Namespace:
-    """Returns what the words in front of the script say, as `start_rank.split` returns them."""
+    """Returns what `start_rank.split` has found in front of the script, or raises WrongInput."""
     parser = Parser(prog=f"{PROGRAM} run", add_help=False)
     add_options(parser)
-    return parser.parse_args(words)
+    options = parser.parse_args(words)
+    if options.steps and not options.compare:
+        raise WrongInput(
+            f"--steps {options.steps}: this is an option of --compare, and those of the script "
+            "stand behind its name"
+        )
+    if options.compare and os.environ.get("JAX_INTRANODE_DISABLE") == "1":
+        raise WrongInput("--compare: JAX_INTRANODE_DISABLE=1 switches acceleration off: unset it")
+    return options
 
 
 def begin(options: argparse.Namespace) -> None:
     """Accelerates what this process runs from here on, or compares it."""
-    if not options.compare:
-        jax_intranode.install(auto=options.auto)
-    elif config.get().disable:
-        raise WrongInput("--compare: JAX_INTRANODE_DISABLE=1 switches acceleration off: unset it")
+    if options.compare:
+        from jax_intranode._src.command_line import compare
+
+        accelerate = functools.partial(jax_intranode.accelerate, auto=options.auto)
+        compare.start(options.steps or STEPS, accelerate)
     else:
-        compare.start(options.steps, functools.partial(jax_intranode.accelerate, auto=options.auto))
+        jax_intranode.install(auto=options.auto)
 
 
-def run(arguments: argparse.Namespace) -> int:
-    """Runs the script as ``python SCRIPT ...`` does, after `jax_intranode.install`."""
+def run(arguments: argparse.Namespace) -> NoReturn:
+    """Replaces this process by one that runs the script, and accelerates it."""
     check_script(arguments.script, is_module=arguments.module)
-    begin(arguments)
-    start_rank.run_as_main([arguments.script, *arguments.arguments], is_module=arguments.module)
-    return 0
+    options = [f"--{name}" for name in ("auto", "compare") if getattr(arguments, name)]
+    options += [f"--steps={arguments.steps}"] if arguments.steps else []
+    parse_options(options)
+    script = [*(["-m"] if arguments.module else []), arguments.script, *arguments.arguments]
+    flags = ["-i"] * sys.flags.inspect + ["-u"] * getattr(sys.stdout, "write_through", False)
+    os.execv(sys.executable, [*start_rank.command(*flags), "run", *options, *script])

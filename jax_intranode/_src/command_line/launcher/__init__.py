@@ -6,7 +6,7 @@ The parent process:
     runs: runs whose output goes to files, of commands and of functions of this package.
     output: a rank's output as `python -m jax_intranode launch` (command_line/launch.py) shows it.
 Each rank:
-    start_rank: the program that `launch` starts, which runs the user's script.
+    start_rank: the program that `launch` and `run` start, which runs the user's script.
     rank: how a rank joins the others.
     all_ranks: the program that `runs.run_function` starts, and numbers that ranks exchange.
 

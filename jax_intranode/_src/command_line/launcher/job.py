@@ -13,7 +13,6 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from types import TracebackType
 from typing import IO, Any, NamedTuple, Self
 
@@ -28,14 +27,6 @@ for group in [int(line) for line in sys.stdin]:
     except OSError:
         pass
 """
-
-# The beginning of a rank's command: a script and its arguments follow, see start_rank.py.
-START_RANK = (
-    sys.executable,
-    *("-u", "-X", "faulthandler"),  # no variables: Python may have been told to ignore them
-    *getattr(subprocess, "_args_from_interpreter_flags")(),  # noqa: B009, not in mypy's stubs
-    str(Path(__file__).with_name("start_rank.py")),
-)
 
 # How long a rank may take to print its stacks after SIGABRT.
 ABORT_S = 1.0

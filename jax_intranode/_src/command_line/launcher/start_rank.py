@@ -1,13 +1,14 @@
-"""The program of a rank under `launch`: runs a script or a module as Python does.
+"""The program that `launch` and `run` start: it runs a script or a module as Python does.
 
-Command line: ``[run [OPTION...]] [-m] SCRIPT ...``. With `run`, as ``python -m jax_intranode run``
-does, with its options.
+Command line: ``[rank] [run [OPTION...]] [-m] SCRIPT ...``. With `rank` the process is a rank of
+`launch`. With `run` the script is accelerated, as the options say.
 
 It is run as a file and imports the standard library only, so that the script imports JAX itself,
 after it has set environment variables that JAX reads when it is imported. As soon as JAX has been
-imported, `rank.join_at_first_use` makes the process a rank.
+imported, `rank.join_at_first_use` makes the process a rank, and `run.begin` accelerates it.
 """
 
+import builtins
 import contextlib
 import faulthandler
 import importlib
@@ -31,7 +32,7 @@ _WITH_VALUE = ("--steps",)
 
 
 class _AfterImport(importlib.abc.MetaPathFinder):
-    """Calls functions when modules have been imported for the first time."""
+    """Calls functions when modules have been imported, each once. Then nothing is left of it."""
 
     def __init__(self, actions: dict[str, Callable[[], None]]) -> None:
         self._actions = actions
@@ -39,32 +40,47 @@ class _AfterImport(importlib.abc.MetaPathFinder):
     def find_spec(
         self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        action = self._actions.pop(name, None)
-        if action is None:
+        if name not in self._actions:
             return None
-        spec = importlib.util.find_spec(name)  # asks the other finders
-        if spec is not None and spec.loader is not None:
-            execute = spec.loader.exec_module
+        others = (finder for finder in sys.meta_path if finder is not self)
+        found = (finder.find_spec(name, path, target) for finder in others)
+        spec = next(filter(None, found), None)
+        if spec is None or spec.loader is None:
+            return spec
+        loader, execute = spec.loader, spec.loader.exec_module
 
-            def execute_and_act(module: ModuleType) -> None:
-                execute(module)
-                action()
+        def execute_and_act(module: ModuleType) -> None:
+            execute(module)
+            if module.__name__ == name and name in self._actions:
+                vars(loader).pop("exec_module", None)
+                self._actions[name]()
+                self._actions.pop(name, None)
+            if not self._actions:
+                # Another thread may be going through the list.
+                sys.meta_path = [finder for finder in sys.meta_path if finder is not self]
 
-            setattr(spec.loader, "exec_module", execute_and_act)  # noqa: B010, or mypy objects
+        # Python leaves the frames of its own files out when an import fails.
+        code = execute_and_act.__code__
+        execute_and_act.__code__ = code.replace(co_filename="<frozen importlib._bootstrap>")
+        setattr(loader, "exec_module", execute_and_act)  # noqa: B010, or mypy objects
         return spec
 
 
 def main() -> None:
-    """Makes the process a rank and runs the script."""
+    """Runs the script, and makes the process what it is to be when the script imports JAX."""
     arguments = sys.argv[1:]
-    accelerated = arguments[:1] == ["run"]
-    options, arguments = split(arguments[1:]) if accelerated else ([], arguments)
+    is_rank = arguments[:1] == ["rank"]
+    accelerated = arguments[is_rank:][:1] == ["run"]
+    words = arguments[is_rank + accelerated :]
+    options, arguments = split(words) if accelerated else ([], words)
     is_module = arguments[:1] == ["-m"]
+    own = sys.argv[1 : len(sys.argv) - len(arguments)]
 
-    def join() -> None:
-        from jax_intranode._src.command_line.launcher import rank
+    def begin() -> None:
+        if is_rank:
+            from jax_intranode._src.command_line.launcher import rank
 
-        rank.join_at_first_use()
+            rank.join_at_first_use()
         if accelerated:
             # A command of the layer above, which this program stands in for.
             run = importlib.import_module("jax_intranode._src.command_line.run")
@@ -72,25 +88,42 @@ def main() -> None:
 
     def import_package() -> None:
         # If it is our package that has imported JAX, it is not complete yet, and this does nothing.
-        importlib.import_module("jax_intranode")
+        try:
+            importlib.import_module("jax_intranode")
+        except Exception as error:  # a script that can do without JAX would catch it
+            raise SystemExit(
+                "python -m jax_intranode: jax_intranode cannot be used here: "
+                f"{type(error).__name__}: {error}\n"
+                "`python -m jax_intranode info` shows what is installed."
+            ) from None
 
-    package = Path(__file__).resolve().parents[3]
-    if str(package.parent) not in sys.path:
-        sys.path.append(str(package.parent))  # the one whose launcher runs
-    sys.meta_path.insert(0, _AfterImport({"jax": import_package, "jax_intranode": join}))
+    if importlib.util.find_spec("jax_intranode") is None:
+        sys.path.append(str(Path(__file__).resolve().parents[4]))
+    sys.meta_path.insert(0, _AfterImport({"jax": import_package, "jax_intranode": begin}))
     if "jax" in sys.modules:  # something has imported it when Python started
         import_package()
-    _remain_a_rank(["run", *options] if accelerated else [])
+    _remain_what_it_is(own)
+    sys.orig_argv[sys.orig_argv.index(sys.argv[0]) :] = arguments
     try:
         run_as_main(arguments[is_module:], is_module=is_module)
-    except SystemExit as end:
-        if end.code not in (None, 0):
-            _fails_with(end)
+    except BaseException as error:
+        if isinstance(error, SystemExit) and error.code in (None, 0):
+            _finish("--compare" in options)
+        elif is_rank:
+            _fails_with(error)
             _leave()
         raise
-    except BaseException:
-        _leave()
-        raise
+    _finish("--compare" in options)
+
+
+def command(*options: str) -> list[str]:
+    """The beginning of a command that runs this file, with these options and this interpreter's."""
+    import subprocess  # not in the script's process
+
+    of_this: list[str] = getattr(subprocess, "_args_from_interpreter_flags")()  # noqa: B009
+    for name, value in sys._xoptions.items():
+        of_this += ["-X", name if value is True else f"{name}={value}"]
+    return [sys.executable, *options, *of_this, __file__]
 
 
 def split(words: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -114,30 +147,30 @@ def run_as_main(arguments: Sequence[str], *, is_module: bool) -> None:
         is_module: which of the two.
     """
     try:
-        sys.argv = list(arguments)
+        # While Python looks for the module, it is not yet the name of its file.
+        sys.argv = ["-m" if is_module else arguments[0], *arguments[1:]]
         code, names = _module(arguments[0]) if is_module else _script(arguments[0])
         main = ModuleType("__main__")
-        main.__dict__.update(names)
+        main.__dict__.update(names, __builtins__=builtins)
         if sys.version_info < (3, 14):
             main.__annotations__ = {}
         sys.modules["__main__"] = main
         exec(code, main.__dict__)
-    except SystemExit as end:
-        if end.code in (None, 0):
-            _finish()
+    except SystemExit:
         raise
     except BaseException as error:
         _fails_with(error)
         _show_without_own_frames()
         raise
-    _finish()
 
 
-def _finish() -> None:
+def _finish(compares: bool) -> None:
     """Ends what `run` has begun, when the script has ended well."""
     compare = sys.modules.get("jax_intranode._src.command_line.compare")
     if compare is not None:
         compare.finish()
+    elif compares:
+        sys.stderr.write("compare: there is nothing to compare: JAX was not imported\n")
 
 
 def _fails_with(error: BaseException) -> None:
@@ -202,6 +235,7 @@ def _show_without_own_frames() -> None:
             frame = frame.tb_next
         while inner is not None and _is_of_loader(inner.tb_frame.f_code.co_filename):
             inner = inner.tb_next
+        sys.last_traceback = inner
         hook(kind, error.with_traceback(inner), inner)
 
     sys.excepthook = show
@@ -211,14 +245,14 @@ def _is_of_loader(filename: str) -> bool:
     return filename in (__file__, runpy.__file__) or filename.startswith("<frozen ")
 
 
-def _remain_a_rank(begin: list[str]) -> None:
-    """Makes the script a rank again when it executes itself again by ``os.execv`` or the like.
+def _remain_what_it_is(own: list[str]) -> None:
+    """Makes the script run by this file when it executes itself again by ``os.execv`` or the like.
 
     Scripts do this to set variables that the dynamic loader reads. It would be a program of its own
-    then, and each of the ranks another one.
+    then: not accelerated, and no rank.
 
     Args:
-        begin: what stands in front of the script in the arguments of this file.
+        own: what stands in front of the script in the arguments of this file.
     """
     pid = os.getpid()
 
@@ -237,7 +271,7 @@ def _remain_a_rank(begin: list[str]) -> None:
         for name, value in os.environ.items():
             if name.startswith("JAX_INTRANODE_"):
                 env.setdefault(name, value)
-        os.execve(path, [*words[:at], __file__, *begin, *words[at:]], env)
+        os.execve(path, [*words[:at], __file__, *own, *words[at:]], env)
 
     sys.addaudithook(hook)
 

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import pytest
 from cases import line, sharded
 from devices import need_devices
+from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import jax_intranode
@@ -30,7 +31,7 @@ def lines(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> 
         before = len(caplog.records)
         with caplog.at_level(logging.INFO, "jax_intranode"):
             jax.jit(f).lower(jax.ShapeDtypeStruct((N, columns), dtype))
-        return [r.getMessage() for r in caplog.records[before:] if r.name == "jax_intranode"]
+        return [r.getMessage() for r in caplog.records[before:] if "jax_intranode" in r.name]
 
     return lowered
 
@@ -64,3 +65,27 @@ def test_what_is_accelerated_is_not_logged(lines: Any) -> None:
         return psum(v, "x") + matmul_reduce_scatter(y, y.T[:, :4], "x")
 
     assert not lines(body, jnp.float32)
+
+
+def test_what_install_leaves_is_logged_once_a_call_site(
+    lines: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    def body(v: Any) -> Any:
+        return jax.lax.psum(v, "x")
+
+    def product(v: Any) -> Any:
+        return jnp.dot(v, v.T, out_sharding=P())
+
+    with jax_intranode.accelerate():
+        found = lines(body, jnp.complex64)
+        where = f"{__file__}:{body.__code__.co_firstlineno + 1} (body)"
+        assert found[0].startswith(f"psum at {where} is left to jax.lax: dtype complex64")
+        assert found[1].endswith("0 collectives of jax.lax replaced, 1 left.")
+        assert len(lines(lambda v: body(v), jnp.complex64)) == 1  # the totals
+        mesh = jax.make_mesh((N,), ("x",), axis_types=(AxisType.Explicit,))
+        with jax.set_mesh(mesh), caplog.at_level(logging.INFO, "jax_intranode"):
+            x = jax.device_put(jnp.ones((4, N), jnp.complex64), P(None, "x"))
+            jax.jit(product).lower(x)
+    where = f"{__file__}:{product.__code__.co_firstlineno + 1} (product)"
+    last = caplog.records[-1].getMessage()
+    assert last.startswith(f"psum at {where} is left to XLA: dtype complex64; supported"), last

@@ -29,6 +29,8 @@ from tiers import full
 
 import jax_intranode
 from jax_intranode._src.health import call_sites
+from jax_intranode._src.jax_private import lowering_hooks
+from jax_intranode._src.ops import fallback
 from jax_intranode._src.rewrite.auto import (
     groups,
     modules,
@@ -298,6 +300,67 @@ def test_explain_says_what_became_of_each() -> None:
     assert (ours.operation, ours.axes, ours.algorithm != "lax") == ("psum", ("model",), True)
     assert "test_auto.py" in ours.source
     assert (left.operation, left.reason) == ("reduce", "a reduction that is not a sum")
+    report = jax_intranode.explain(f, compiled=True)(p, x)
+    assert report.compiled == {"all-reduce": 1, "jax_intranode_psum": 1}
+    assert report.added == {"all-reduce": 1}  # the maximum
+
+
+def resharded_in_a_loop(mesh: Mesh, keep: bool) -> tuple[Any, tuple[Any, jax.Array]]:
+    """A program that XLA would shard in another way after the replacements, unless it says how."""
+    p, x = weights(mesh, (), ("model",)), put(mesh, normal(2, 8, 16))
+
+    def loss(p: Any, y: Any) -> Any:
+        def layer(y: Any, _: Any) -> Any:
+            hidden = jnp.tanh(y @ p["up"])
+            hidden = constrained(mesh, hidden) if keep else hidden
+            return hidden @ p["down"] + y, None
+
+        return (lax.scan(layer, y, None, length=2)[0] ** 2).mean()
+
+    return jax.grad(loss), (p, x)
+
+
+def test_what_is_left_has_a_line_of_log(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fallback, "_logged", set())
+    caplog.set_level(logging.INFO, "jax_intranode")
+    mesh = two_axes(range(4))
+    p, x = weights(mesh, *TENSOR_PARALLEL), put(mesh, normal(2, 8, 16), "data")
+
+    def lines(f: Any, *args: Any) -> list[str]:
+        caplog.clear()
+        with jax_intranode.accelerate(auto=True):
+            jax.jit(f).lower(*args)
+        return [r.getMessage() for r in caplog.records]
+
+    loss, args = resharded_in_a_loop(mesh, keep=False)
+    (line,) = [line for line in lines(loss, *args) if "left to XLA" in line]
+    assert line.startswith("jit_loss is left to XLA: with the replacements XLA would shard")
+    assert "with_sharding_constraint" in line
+    loss, args = resharded_in_a_loop(mesh, keep=True)  # as the line says
+    assert not [line for line in lines(loss, *args) if "jit_loss is left" in line]
+
+    def prints(p: Any, x: Any) -> Any:
+        jax.debug.print("{}", x[0, 0])
+        return mlp(p, x)
+
+    assert "jit_prints is left to XLA: a callback to Python." in lines(prints, p, x)
+    monkeypatch.setattr(lowering_hooks, "uses_shardy", lambda: False)
+    found = lines(lambda p, x: mlp(p, x) + 1, p, x)
+    assert "is left to XLA: jax_use_shardy_partitioner is False." in found[0]
+    monkeypatch.undo()
+    monkeypatch.setattr(fallback, "_logged", set())
+
+    def largest(x: Any) -> Any:
+        return x.max(0)
+
+    where = f"{__file__}:{largest.__code__.co_firstlineno + 1} (largest)"
+    assert lines(largest, x) == [
+        "Lowered jit_largest: 0 operations that XLA's partitioner would add collectives to became "
+        "0 of this package, 1 are left.",
+        f"reduce at {where} is left to XLA: a reduction that is not a sum.",
+    ]
 
 
 @pytest.mark.parametrize(
@@ -503,6 +566,11 @@ def test_dtypes_that_are_left(caplog: pytest.LogCaptureFixture) -> None:
     x = put(mesh, normal(1, 8, 16).astype(np.complex64), None, "model")
     before, after = check(jnp.dot, x, w)
     assert before == after
+    jax_intranode.install(auto=True)
+    for f in (jnp.dot, lambda x, w: x.sum(1), lambda x, w: x.mean(1)):
+        (left,) = jax_intranode.explain(f)(x, w)
+        assert "complex64" in left.reason
+    jax_intranode.uninstall()
     y = put(mesh, normal(0, 8, 16), None, "model")
     _, after = check(lambda x, y: (x.sum(1), y.sum(1)), x, y)
     assert of_xla(after) == after["jax_intranode_psum"] == 1

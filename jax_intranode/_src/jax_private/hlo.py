@@ -20,7 +20,7 @@ _IN_STABLEHLO = re.compile(
     rf'"?stablehlo\.({_KIND.replace("-", "_")})"?\(([^()]*)\)'
     r"|custom_call @(ragged_all_to_all|jax_intranode_\w+)\("
 )
-_FUNCTION = re.compile(r'func\.func \w+ @("[^"]+"|[\w.$-]+)\(')
+_FUNCTION = re.compile(r'func\.func (?:\w+ )?@("[^"]+"|[\w.$-]+)\(')
 _CALL = re.compile(r'\bcall @("[^"]+"|[\w.$-]+)\(')
 
 

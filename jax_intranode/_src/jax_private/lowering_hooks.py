@@ -163,7 +163,7 @@ def hook_programs(rewrite: RewriteModule, forget: Callable[[Any], None]) -> None
         bound = parameters.bind(*args, **kwargs)
         given = bound.arguments
         hlo, devices = given["hlo"], given["device_assignment"]
-        if hlo not in _exported and devices is not None and not kwargs.get("host_callbacks"):
+        if hlo not in _exported and devices is not None:
             given["hlo"] = rewrite(hlo, tuple(devices), tuple(given["platforms"]))
         init(*bound.args, **bound.kwargs)
         given["self"].lowered_by_jax = hlo

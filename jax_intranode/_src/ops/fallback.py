@@ -16,7 +16,8 @@ from jax_intranode._src.health import call_sites, counts
 from jax_intranode._src.jax_private import trace_state
 from jax_intranode._src.selection import config, select
 
-_log = logging.getLogger("jax_intranode")
+# Has the lines that say what lax or XLA runs, and why: JAX_INTRANODE_LOG=fallbacks shows these.
+logger = logging.getLogger("jax_intranode.fallbacks")
 
 # Part of the reason for an axis that no device communicates over.
 NOT_BOUND = "is not one that shard_map has bound"
@@ -147,14 +148,19 @@ def refuse_if_strict(operation: str, reason: str) -> None:
         )
 
 
-_logged: set[tuple[str, str, str]] = set()
+_logged: set[tuple[str, str, str, str]] = set()
 
 
 def log(operation: str, reason: str) -> None:
     """Counts a fallback, and logs it once for each call site and reason."""
     counts.fell_back(operation, reason)
-    if _log.isEnabledFor(logging.INFO):
-        line = (operation, call_sites.caller(), reason)
-        if line not in _logged:
-            _logged.add(line)
-            _log.info("%s at %s falls back to jax.lax: %s.", *line)
+    if logger.isEnabledFor(logging.INFO):
+        log_once(operation, call_sites.caller(), "falls back to jax.lax", reason)
+
+
+def log_once(operation: str, where: str, what: str, reason: str) -> None:
+    """Logs what becomes of an operation, once."""
+    line = (operation, where, what, reason)
+    if line not in _logged:
+        _logged.add(line)
+        logger.info("%s at %s %s: %s.", *line)

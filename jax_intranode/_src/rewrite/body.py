@@ -6,7 +6,7 @@ from typing import Any
 
 from jax_intranode._src.health import call_sites
 from jax_intranode._src.jax_private import call_frames, jaxpr_walk, lax_collectives
-from jax_intranode._src.ops import primitive
+from jax_intranode._src.ops import fallback, primitive
 from jax_intranode._src.ops.lowering_site import LoweringSite
 from jax_intranode._src.rewrite import agreement, mode
 from jax_intranode._src.selection import config
@@ -70,6 +70,12 @@ class Body:
             if decision.equation is equation:
                 self.decisions[index] = Decision(equation, reason)
 
+    def log(self, left: str) -> None:
+        """Logs each collective that was left, and why. `left` says to whom."""
+        for decision in self.decisions:
+            if decision.reason is not None:
+                fallback.log_once(*_named(decision.equation), left, decision.reason)
+
     def refuse_if_strict(self, which: str) -> None:
         """Raises RuntimeError if JAX_INTRANODE_STRICT=1 and a collective was missed."""
         missed = [decision for decision in self.decisions if decision.missed]
@@ -77,16 +83,21 @@ class Body:
             return
         lines = []
         for decision in missed:
-            collective = lax_collectives.lax_collective(decision.equation)
-            assert collective is not None  # or nothing would have been decided
-            where = call_sites.call_site(call_frames.frames_of(decision.equation))
-            lines.append(f"  {collective.operation} at {where}: {decision.reason}")
+            operation, where = _named(decision.equation)
+            lines.append(f"  {operation} at {where}: {decision.reason}")
         raise RuntimeError(
             f"{which} were not replaced:\n"
             + "\n".join(lines)
             + "\nJAX_INTRANODE_STRICT=1 makes this an error. Fix the causes, compile this "
             "program without install() and accelerate(), or unset the variable."
         )
+
+
+def _named(equation: Any) -> tuple[str, str]:
+    """The operation that a collective is, and its call site."""
+    collective = lax_collectives.lax_collective(equation)
+    assert collective is not None  # or nothing would have been decided
+    return collective.operation, call_sites.call_site(call_frames.frames_of(equation))
 
 
 def body_of(site: LoweringSite, params: dict[str, Any]) -> Body:

@@ -77,6 +77,8 @@ def rewrite_body(ctx: Any, params: dict[str, Any]) -> Any:
         return jaxpr  # once it is known how its arrays are sharded over the other axes: see auto/
     rewritten, body = rewrite_shard_map(site, params)
     body.refuse_if_strict("Collectives of jax.lax")
+    if mode.enabled.value != mode.PART:
+        body.log("is left to jax.lax")
     _totals.program = lowering_context.lowering_program_name(ctx)
     _totals.taken += body.taken()
     _totals.left += body.left()

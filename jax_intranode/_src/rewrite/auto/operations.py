@@ -38,7 +38,7 @@ _DTYPES = {
 }
 
 
-UNKNOWN_DTYPE = "a dtype that this package does not know"
+UNKNOWN_DTYPE = "a dtype, such as complex64, that is not replaced in auto-sharded programs"
 UNEVEN = "a dimension that the axes do not divide"
 _BOOLEANS = "a sum of booleans is True or False, and a psum counts"
 
@@ -163,6 +163,8 @@ def _reduce(operation: Any) -> Kind | None:
     reason = ""
     if [o.operation.name for o in block.operations] != ["stablehlo.add", "stablehlo.return"]:
         reason = "a reduction that is not a sum"
+    elif aval(operation.operands[0]) is None:
+        reason = UNKNOWN_DTYPE
     elif splat(operation.operands[1]) != 0:
         reason = "a sum that does not begin at 0"
 

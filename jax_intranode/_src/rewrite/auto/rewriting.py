@@ -25,6 +25,7 @@ from jax.extend.mlir import ir
 from jax_intranode._src.group import rendezvous
 from jax_intranode._src.health import failures
 from jax_intranode._src.jax_private import lax_collectives, lowering_hooks, trace_state
+from jax_intranode._src.ops import fallback
 from jax_intranode._src.ops.lowering_site import LoweringSite
 from jax_intranode._src.rewrite import agreement, mode, norms
 from jax_intranode._src.rewrite.auto import groups, overlap, plans, tails
@@ -50,7 +51,10 @@ _WHOLE = "XLA would have the whole sum for another operation that needs it"
 # queries, keys and values are three parts of one product. See docs/performance.md.
 _PERMUTES = "XLA permutes between such operations, which then cost more than they gain"
 _SHORTER = "XLA removes dimensions of one element, here and from operations that it still does"
-_OTHERWISE = "XLA would shard what is left of the program otherwise"
+_OTHERWISE = (
+    "with the replacements XLA would shard the rest of the program differently; "
+    "jax.lax.with_sharding_constraint on intermediate results, also inside loops, often avoids that"
+)
 # Operations without a plan that were found to send nothing, or that end a block.
 _TAKES_SHARDS = frozenset(
     {
@@ -172,18 +176,14 @@ def forget(module: Any) -> None:
 def _rewritten(module: Any, devices: Any, platforms: tuple[str, ...]) -> Outcome:
     name = ir.StringAttr(module.operation.attributes["sym_name"]).value
     outcome = Outcome()
-    if not lowering_hooks.uses_shardy():
-        outcome.reason = "jax_use_shardy_partitioner is False"
-        return outcome
     try:
+        if not lowering_hooks.uses_shardy():
+            raise Unsuitable("jax_use_shardy_partitioner is False")
         with module.context, ir.Location.unknown(), trace_state.without_mesh():
             _Rewriting(module, name, devices, platforms, outcome).run()
             outcome.records.sort(key=lambda record: record.number)
     except Unsuitable as reason:
         outcome.module, outcome.reason = None, str(reason)
-        # Each operation outside of jit is such a program.
-        level = logging.DEBUG if str(reason) == NOTHING_SHARDED else logging.INFO
-        _log.log(level, "%s is left to XLA: %s.", name, reason)
     except failures.CommunicationError:
         raise  # a peer is gone, and XLA would wait for it
     except Exception as error:
@@ -195,6 +195,15 @@ def _rewritten(module: Any, devices: Any, platforms: tuple[str, ...]) -> Outcome
             " ".join(str(error).split())[:300],
         )
         _log.debug("The error in full:", exc_info=True)
+        return outcome
+    if outcome.reason is not None:
+        # Each operation outside of jit is a program in which nothing is sharded.
+        level = logging.DEBUG if outcome.reason == NOTHING_SHARDED else logging.INFO
+        fallback.logger.log(level, "%s is left to XLA: %s.", name, outcome.reason)
+        return outcome
+    for record in outcome.records:
+        if record.reason is not None:
+            fallback.log_once(record.operation, record.source, "is left to XLA", record.reason)
     return outcome
 
 
@@ -254,6 +263,7 @@ class _Rewriting:
                 self._leave_all(found, None)
             if propagated_only:
                 self._finish()
+            self._log_totals()
             return
         reason = self._site.traced_here().reason_for_lax()
         if reason is None:
@@ -276,6 +286,8 @@ class _Rewriting:
                 for r in self._outcome.records
             ]
             self._outcome.reason = reason
+        else:
+            self._log_totals()
 
     def _fingerprint(self) -> str:
         """Identifies the program in all processes, whatever the constants."""
@@ -289,16 +301,19 @@ class _Rewriting:
         if not self._program.keeps_shardings():
             return _OTHERWISE
         self._outcome.module = self._program.module
-        left = sum(record.reason is not None for record in self._outcome.records)
-        _log.info(
-            "Lowered %s: %d operations that XLA's partitioner would add collectives to became %d "
-            "of this package, %d are left.",
-            self._name,
-            len(self._outcome.records) - left,
-            self._calls,
-            left,
-        )
         return None
+
+    def _log_totals(self) -> None:
+        left = sum(record.reason is not None for record in self._outcome.records)
+        if self._outcome.records:
+            _log.info(
+                "Lowered %s: %d operations that XLA's partitioner would add collectives to became "
+                "%d of this package, %d are left.",
+                self._name,
+                len(self._outcome.records) - left,
+                self._calls,
+                left,
+            )
 
     def _found(self, block: Any) -> list[Found]:
         """The operations of a block that communicate or use what one gathers, in order."""

@@ -54,6 +54,7 @@ try:
     from jax_intranode._src.selection.tuning import current as _current_tuning
 
     # A wrong value raises here, once, and not in the middle of a compilation.
+    _config.start_log(_os.environ)
     _config.check(_os.environ)
     _current_tuning()
 except Exception as _error:

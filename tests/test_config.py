@@ -42,6 +42,7 @@ def test_empty_is_default(name: str) -> None:
             for text in ("0", "-1", "1.5", "64MiB", "inf", "1_0", "\N{ARABIC-INDIC DIGIT FOUR}")
         ),
         ("FUSE_NORMS", "1", "auto, always, never"),
+        ("LOG", "INFO", "fallbacks, info, debug"),
         *(("SEGMENT_KIB", text, "positive integer") for text in ("0", "4MB")),
         *(
             ("TIMEOUT_S", text, "positive number")
@@ -74,8 +75,12 @@ def test_all_variables_together() -> None:
             "JAX_INTRANODE_SEGMENT_KIB": "64",
             "JAX_INTRANODE_FUSE_NORMS": "always",
             "JAX_INTRANODE_ASYNC": "1",
+            "JAX_INTRANODE_TUNING": "file",
+            "JAX_INTRANODE_LOG": "info",
         }
-    ) == config.Config(True, "unknown", 3, 4, 5, 2.5, 0.5, "two_shot", 64, "always", True, True)
+    ) == config.Config(
+        *(True, "unknown", 3, 4, 5, 2.5, 0.5, "two_shot", 64, "always", True, True, "file", "info")
+    )
 
 
 def test_each_field_has_a_variable() -> None:
@@ -90,7 +95,7 @@ def test_each_field_has_a_variable() -> None:
     [
         ("JAX_INTRANODE_TIMEOUTS", "JAX_INTRANODE_TIMEOUT_S?"),
         ("JAX_INTRANODE_TIMEOUT", "JAX_INTRANODE_TIMEOUT_S?"),
-        ("JAX_INTRANODE_ALGO", "JAX_INTRANODE_ALGORITHM?"),
+        ("JAX_INTRANODE_ALGO", "JAX_INTRANODE_ALGORITHM"),
         ("JAX_INTRANODE_SLAB_MB", "JAX_INTRANODE_SLAB_MIB"),
         ("JAX_INTRANODE_XYZ", "JAX_INTRANODE_DISABLE, JAX_INTRANODE_TOPOLOGY"),
     ],
@@ -132,3 +137,44 @@ def test_import_checks_values(tmp_path: Path) -> None:
     assert outcome.returncode == 1
     assert outcome.stdout.count("JAX_INTRANODE_ALGORITHM='twoshot': use one of auto") == 1
     assert outcome.stdout.splitlines()[-1].startswith("ValueError: JAX_INTRANODE_ALGORITHM")
+
+
+LOGS = """
+import logging, sys
+if sys.argv[1] == "root":
+    logging.basicConfig(format="of the program: %(name)s %(message)s")
+import jax, jax.numpy as jnp
+import jax_intranode
+jax.config.update("jax_num_cpu_devices", 2)
+mesh = jax.make_mesh((2,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
+P = jax.sharding.PartitionSpec
+@jax.jit
+@jax.shard_map(mesh=mesh, in_specs=P("x"), out_specs=P())
+def total(x):
+    return jax_intranode.psum(x, "x") + jax_intranode.psum(x.astype(jnp.complex64), "x").real
+total(jnp.ones(2))
+"""
+FALLS_BACK = "falls back to jax.lax: dtype complex64"
+COMMUNICATE = "communicate through jax_intranode"
+
+
+@pytest.mark.parametrize(
+    ("log", "root", "wanted"),
+    [
+        ("", "", []),
+        ("", "root", []),
+        ("fallbacks", "", ["INFO:jax_intranode.fallbacks:psum at "]),
+        ("fallbacks", "root", ["of the program: jax_intranode.fallbacks psum at "]),
+        ("info", "", ["INFO:jax_intranode.fallbacks:psum at ", "INFO:jax_intranode:Devices "]),
+        ("debug", "", ["INFO:jax_intranode.fallbacks:psum at ", "INFO:jax_intranode:Devices "]),
+    ],
+)
+def test_log_of_a_program_without_code(
+    tmp_path: Path, log: str, root: str, wanted: list[str]
+) -> None:
+    outcome = python("-P", "-c", LOGS, root, cwd=tmp_path, JAX_INTRANODE_LOG=log)
+    assert outcome.returncode == 0, outcome.stdout
+    lines = outcome.stdout.splitlines()
+    found = [line for line in lines if FALLS_BACK in line or COMMUNICATE in line]
+    assert len(found) == len(wanted), found
+    assert all(line.startswith(start) for line, start in zip(found, wanted, strict=True)), found

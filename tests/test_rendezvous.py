@@ -141,7 +141,7 @@ def test_malformed_records_are_refused(
     assert len(found) < 600
 
 
-@pytest.mark.parametrize("what", ["version", "protocol", "table", "tuning", "config"])
+@pytest.mark.parametrize("what", ["version", "protocol", "table", "tuning"])
 def test_processes_that_would_decide_differently_are_refused(
     monkeypatch: pytest.MonkeyPatch, what: str
 ) -> None:
@@ -150,7 +150,31 @@ def test_processes_that_would_decide_differently_are_refused(
 
     found, _ = meet(monkeypatch, other)
     assert found is not None
-    assert found.startswith(f"processes 0 and 1 of the mesh have a different {what}: "), found
+    named = {"tuning": "JAX_INTRANODE_TUNING (digest of the file)"}.get(what, what)
+    assert found.startswith(f"processes 0 and 1 of the mesh have a different {named}: "), found
+
+
+def test_variables_that_differ_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    its = {"JAX_INTRANODE_SLAB_MIB": "7", "JAX_INTRANODE_RING_MIB": "512"}
+    its |= {"JAX_INTRANODE_STRICT": "1", "JAX_INTRANODE_TOPOLOGY": "unknown"}
+
+    def other(stage: str, record: Any) -> str:
+        return json.dumps(
+            record | {"config": record["config"] | its} if stage == "hello" else record
+        )
+
+    found, _ = meet(monkeypatch, other)
+    assert found == (
+        "processes 0 and 1 of the mesh have a different JAX_INTRANODE_TOPOLOGY: not set and "
+        "unknown, JAX_INTRANODE_SLAB_MIB: not set and 7, JAX_INTRANODE_STRICT: 0 and 1; "
+        "give them the same version and environment"
+    )
+
+
+def test_processes_that_differ_are_named_by_their_numbers() -> None:
+    same, other = {"version": "1"}, {"version": "2"}
+    with pytest.raises(key_value_store.Refused, match=r"processes 2 and 5 .* version: 1 and 2;"):
+        rendezvous._refuse_differences([same, same, other], [2, 3, 5])
 
 
 def test_a_segment_that_is_too_small_is_not_opened(monkeypatch: pytest.MonkeyPatch) -> None:

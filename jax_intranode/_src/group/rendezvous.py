@@ -182,7 +182,8 @@ def _share_slabs(rendezvous: Rendezvous, deadline: key_value_store.Deadline) -> 
     hellos = rendezvous.exchange("hello", lambda: _hello(rendezvous), deadline)
     ids_of_processes = agreed.device_ids_of(rendezvous)
     with reading("hello"):
-        rendezvous.linked = _check_hellos(hellos)
+        processes = sorted({device.process_index for device in rendezvous.devices.values()})
+        rendezvous.linked = _check_hellos(hellos, processes)
         if [[device["id"] for device in hello["devices"]] for hello in hellos] != ids_of_processes:
             raise ValueError("other devices than the mesh has")
         for hello in hellos:
@@ -288,9 +289,8 @@ def _hello(rendezvous: Rendezvous) -> dict[str, Any]:
     return {
         "host": _host(rendezvous.platform),
         "watch": watch,
-        # Processes may find the same file under other names.
-        "config": repr(dataclasses.replace(config.get(), tuning=None)),
-        "tuning": tuning.digest(),
+        "config": config.get().of_all_processes(),
+        "tuning": tuning.digest(),  # processes may find the same file under other names
         "version": importlib.import_module("jax_intranode").__version__,
         "protocol": _PROTOCOL,
         "table": [select.digest(), choice.digest()],
@@ -338,20 +338,30 @@ def _host(platform: str) -> Host:
     return Host(machine, host_platform.node(), shared_memory)
 
 
-def _check_hellos(hellos: list[dict[str, Any]]) -> dict[int, frozenset[int]]:
+def _refuse_differences(facts: list[dict[str, Any]], processes: list[int]) -> None:
+    """Refuses processes whose facts, each by its name, are not those of the first process."""
+    first = facts[0]
+    for process, other in zip(processes, facts, strict=True):
+        different = [f"{k}: {first[k]} and {other[k]}" for k in first if first[k] != other[k]]
+        if different:
+            raise Refused(
+                f"processes {processes[0]} and {process} of the mesh have a different "
+                f"{', '.join(different[:4])}; give them the same version and environment"
+            )
+
+
+def _check_hellos(hellos: list[dict[str, Any]], processes: list[int]) -> dict[int, frozenset[int]]:
     """Refuses ranks that would not decide alike, and GPUs that are not linked.
 
     Returns:
         The links of hybrid cube meshes: `Rendezvous.linked`.
     """
-    for what in ("version", "protocol", "table", "tuning", "config"):
-        values = [hello.get(what, "an older one") for hello in hellos]
-        for process, value in enumerate(values):
-            if value != values[0]:
-                raise Refused(
-                    f"processes 0 and {process} of the mesh have a different {what}: {values[0]} "
-                    f"and {value}; give them the same version and environment"
-                )
+    versions = ("version", "protocol", "table")
+    _refuse_differences(
+        [{k: h.get(k, "an older one") for k in versions} for h in hellos], processes
+    )
+    content = f"{tuning.VARIABLE} (digest of the file)"
+    _refuse_differences([{content: h["tuning"], **h["config"]} for h in hellos], processes)
     by_host: dict[tuple[str, ...], list[Any]] = {}
     for hello in hellos:
         for device in hello["devices"]:

@@ -16,8 +16,7 @@ from jax_intranode._src.health import call_sites, counts
 from jax_intranode._src.jax_private import trace_state
 from jax_intranode._src.selection import config, select
 
-# Has the lines that say what lax or XLA runs, and why: JAX_INTRANODE_LOG=fallbacks shows these.
-logger = logging.getLogger("jax_intranode.fallbacks")
+logger = logging.getLogger(config.FALLBACKS)
 
 # Part of the reason for an axis that no device communicates over.
 NOT_BOUND = "is not one that shard_map has bound"

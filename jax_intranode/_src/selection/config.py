@@ -1,7 +1,7 @@
 """The environment variables of the package: names, types, defaults and meanings.
 
 Importing the package checks them; the values are read once, at first use. All processes of a
-program need the same values of the variables in `Config`; the rendezvous compares them, and of a
+program need the same values of most variables in `Config`; the rendezvous compares them, and of a
 file the content.
 """
 
@@ -19,6 +19,8 @@ from typing import Any
 from jax_intranode._src.selection import table
 
 _log = logging.getLogger("jax_intranode")
+# The logger of the lines that say what jax.lax or XLA runs, and why.
+FALLBACKS = "jax_intranode.fallbacks"
 
 _PREFIX = "JAX_INTRANODE_"
 # What a launcher sets for each rank (launcher/).
@@ -31,6 +33,7 @@ SECRET = _PREFIX + "SECRET"
 _TOPOLOGIES = ("fully_connected", "hybrid_cube_mesh", "unknown")
 ALGORITHMS = ("auto", *table.PSUM_ALGORITHMS, "lax")
 FUSE_NORMS = ("auto", "always", "never")
+LOG = ("fallbacks", "info", "debug")
 _INTEGER = "[0-9]{1,18}"
 
 
@@ -74,9 +77,12 @@ def _words(allowed: tuple[str, ...]) -> str:
     return ", ".join(f"`{value}`" for value in allowed)
 
 
-def _variable(default: Any, values: str, in_words: str, meaning: str, read: Read) -> Any:
+def _variable(
+    default: Any, values: str, in_words: str, meaning: str, read: Read, of_all: bool = True
+) -> Any:
     """A field of `Config`; what comes after its default value is as in `Variable`."""
     metadata = {"values": values, "default": in_words, "meaning": meaning, "read": read}
+    metadata["of_all"] = of_all
     return dataclasses.field(default=default, metadata=metadata)
 
 
@@ -186,7 +192,27 @@ class Config:
         "the shipped table",
         "what `python -m jax_intranode tune` has measured on this node",
         lambda name, text: text,
+        of_all=False,  # its content is compared
     )
+    log: str | None = _variable(
+        None,
+        _words(LOG),
+        "not set",
+        "what is written to stderr, unless the program has set up `logging`: calls and programs "
+        "that fall back, with the reason; also what is accelerated (`info`); also errors in full "
+        "(`debug`). Processes may have different values",
+        _one_of(*LOG),
+        of_all=False,
+    )
+
+    def of_all_processes(self) -> dict[str, str]:
+        """The values that all processes must have alike, by the names of their variables."""
+        fields = zip(dataclasses.fields(self), VARIABLES, strict=False)
+        values = {v.name: getattr(self, f.name) for f, v in fields if v.of_all}
+        return {
+            name: "not set" if of is None else f"{of:d}" if isinstance(of, bool) else f"{of}"
+            for name, of in values.items()
+        }
 
     @property
     def is_strict(self) -> bool:
@@ -233,6 +259,7 @@ class Variable:
         form: what its text has to match, as a regular expression, where `read` does not check it.
         reader: what reads it: "package", "launcher", "build" or "tests".
         is_secret: whether reports and messages leave out its value.
+        of_all: whether the rendezvous refuses processes with different values of it.
     """
 
     name: str
@@ -243,6 +270,7 @@ class Variable:
     form: str = r"[\s\S]*"
     reader: str = "package"
     is_secret: bool = False
+    of_all: bool = False
 
 
 # A new variable that something else reads is listed here.
@@ -368,6 +396,20 @@ def check(environ: Mapping[str, str]) -> None:
             raise ValueError(f"{variable.name}={shown}: use {variable.values}.")
     for name, meant in unknown(environ).items():
         _log.warning("%s is set, but no such variable exists. Did you mean %s?", name, meant)
+
+
+def start_log(environ: Mapping[str, str]) -> None:
+    """Writes lines of the log to stderr as JAX_INTRANODE_LOG says."""
+    wanted = parse(environ).log
+    if wanted is None:
+        return
+    level = logging.DEBUG if wanted == "debug" else logging.INFO
+    logging.getLogger(FALLBACKS if wanted == "fallbacks" else _log.name).setLevel(level)
+    handler = logging.StreamHandler()
+    handler.setFormatter(logging.Formatter(logging.BASIC_FORMAT))
+    # A program that has set up logging writes the lines itself.
+    handler.addFilter(lambda _: not logging.getLogger().handlers)
+    _log.addHandler(handler)
 
 
 @functools.cache

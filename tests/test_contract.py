@@ -2,6 +2,7 @@
 
 import re
 from pathlib import Path
+from typing import Any
 
 import contract
 import jax
@@ -55,6 +56,19 @@ def test_error_outside_any_axis_says_where_to_call_it() -> None:
     for a, b in zip(ours, theirs, strict=True):
         assert a.message.startswith(b.message), (a, b)
         assert "shard_map" in a.message + a.notes, a
+
+
+@pytest.mark.parametrize("axes", ["nowhere", ("x", "nowhere")])
+@pytest.mark.parametrize("name", ["psum", "pmean", "psum_scatter", "all_gather", "all_to_all"])
+def test_an_unbound_axis_is_a_name_error_under_check_vma(name: str, axes: Any) -> None:
+    """Of lax it is an AssertionError without a text, or a ValueError about something else."""
+    f = rows.operations(jax_intranode)[name]
+    mapped = rows.shmap(lambda v: f(v, axes), out_specs=P("x"), check_vma=True)
+    with pytest.raises(NameError, match=r"unbound axis name: .*nowhere") as error:
+        jax.eval_shape(mapped, rows.small(8, 3))
+    text = str(error.value) + "".join(getattr(error.value, "__notes__", []))
+    assert f"jax_intranode.{name.replace('pmean', 'psum')}" in text
+    assert "bound here: ['x']" in text
 
 
 @pytest.mark.parametrize("dimension", [1, 2])

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import os
 import re
 from collections.abc import Callable
 from typing import Any
@@ -19,11 +20,21 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import jax_intranode
-from jax_intranode import Call, all_gather, explain, pmean, psum, psum_scatter
+from jax_intranode import (
+    Call,
+    all_gather,
+    column_parallel_matmul,
+    explain,
+    pmean,
+    psum,
+    psum_scatter,
+    row_parallel_matmul,
+)
 from jax_intranode._src.group import agreed
 from jax_intranode._src.group import rendezvous as rendezvous_lib
 from jax_intranode._src.jax_private import hlo
 from jax_intranode._src.native import definitions
+from jax_intranode._src.selection import config
 
 
 @pytest.fixture(autouse=True)
@@ -164,7 +175,7 @@ def test_table() -> None:
     with forced("one_shot"):
         found = explain(over_x(body))(X)
     lines = str(found).splitlines()
-    assert len(lines) == 4
+    assert len(lines) == 8
     for title, cells in {
         "operation": ["psum", "all_gather"],
         "operands": [f"float32[1,{4 * N}] ... (3 arrays)", f"int8[1,{4 * N}]"],
@@ -174,13 +185,52 @@ def test_table() -> None:
         "launch": [f"{call.blocks}x{call.threads}" for call in found],
         "times": ["1", "1"],
         "origin": ["jax_intranode", "jax_intranode"],
-        "reason": [call.reason for call in found],
     }.items():
         column = lines[0].index(title)
-        assert [re.split(r"  |$", line[column:])[0] for line in lines[1:3]] == cells
-    assert "test_explain.py:" in lines[1] and lines[1].index("test_explain.py:") > 0
-    assert lines[3] == f"groups over x: {list(range(N))}"
+        assert [re.split(r"  |$", line[column:])[0] for line in lines[1:7:3]] == cells
+    for call, source, reason in zip(found, lines[2:7:3], lines[3:7:3], strict=True):
+        assert source == f"    {call.source.removeprefix(os.getcwd() + os.sep)}"
+        assert reason == f"    {call.reason}"
+    assert lines[7] == f"groups over x: {list(range(N))}"
     assert str(explain(jnp.sin)(1.0)) == "no collectives"
+
+
+def test_long_reasons_are_broken_at_100_columns() -> None:
+    found = explain(over_x(lambda v: psum(v.astype(jnp.complex64), "x").real))(X)
+    (call,) = found
+    assert len(call.reason) > 100
+    _, row, _, *reason, _ = str(found).splitlines()
+    assert row.startswith("psum") and len(reason) > 1
+    assert all(line.startswith("    ") and len(line) <= 100 for line in reason)
+    assert " ".join(map(str.strip, reason)) == call.reason
+
+
+def test_what_is_ours_agrees_with_strict_mode(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where JAX sums the gradients of weights that the data-parallel ranks share."""
+    need_devices(4)
+    mesh = make_mesh((2, 2), ("data", "model"))
+
+    def loss(p: Any, x: Any) -> Any:
+        hidden = column_parallel_matmul(x, p["up"], "model", batch_axes="data", mesh=mesh)
+        down = row_parallel_matmul(hidden, p["down"], "model", batch_axes="data", mesh=mesh)
+        return (down**2).mean()
+
+    step = jax.jit(jax.value_and_grad(loss))
+    p, x = {"up": jnp.ones((8, 16)), "down": jnp.ones((16, 8))}, jnp.ones((4, 8))
+    report = explain(step)(p, x)
+    assert all(call.algorithm != "lax" for call in report.own)  # as docs/explain.md says
+    assert {call.operation for call in report.own} == {"matmul_all_reduce"}
+    inserted = [call for call in report if call.origin == "inserted by JAX"]
+    assert inserted and {call.axes for call in inserted} == {("data",)}
+    assert all(f"{__file__}:" in call.source for call in inserted)
+    with monkeypatch.context() as strict:
+        strict.setenv("JAX_INTRANODE_STRICT", "1")
+        config.get.cache_clear()
+        jax.jit(lambda p, x: step(p, x)).lower(p, x)
+    config.get.cache_clear()
+    with jax_intranode.accelerate():
+        report = explain(jax.jit(lambda p, x: step(p, x)))(p, x)
+    assert all(call.algorithm != "lax" for call in report)
 
 
 def test_groups() -> None:

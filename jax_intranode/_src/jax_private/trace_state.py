@@ -39,18 +39,25 @@ def mesh_of_with() -> jax.sharding.Mesh | None:
     return None if of_with.empty else of_with
 
 
-def settings_are_usual(axes: Sequence[Any]) -> bool:
-    """Whether the settings that restrict collectives over `axes` have their default values.
+def forbidden_axes() -> frozenset[Any]:
+    """The axes of ``jax.sharding.no_collectives``, which 0.12 and later have."""
+    return config.no_collectives.value if hasattr(config, "no_collectives") else frozenset()
 
-    With other values only ``lax`` knows what is right. 0.10.2 and later, ``no_collectives`` 0.12
-    and later.
+
+def axes_in_types(axes: Sequence[Any]) -> tuple[Any, ...]:
+    """The axes without those of one device that the types of arrays leave out here.
+
+    They do under ``jax_remove_size_one_mesh_axis_from_type``. 0.10.2 and later.
     """
-    forbidden = config.no_collectives.value if hasattr(config, "no_collectives") else frozenset()
-    return (
-        config.auto_pcast.value
-        and not config.remove_size_one_mesh_axis_from_type.value
-        and forbidden.isdisjoint(axes)
-    )
+    if not config.remove_size_one_mesh_axis_from_type.value:
+        return tuple(axes)
+    shape = jax.sharding.get_abstract_mesh().shape
+    return tuple(a for a in axes if not isinstance(a, str) or shape.get(a) != 1)
+
+
+def casts_operands() -> bool:
+    """Whether lax casts operands to vary over more axes: ``jax_auto_pcast``. 0.10.2 and later."""
+    return bool(config.auto_pcast.value) or not check_vma()
 
 
 def with_weak_type(x: Any, weak: bool) -> Any:

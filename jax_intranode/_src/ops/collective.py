@@ -146,9 +146,7 @@ def varying(x: Any, axes: Sequence[Hashable]) -> Any:
     missing = tuple(axis for axis in axes if axis not in over)
     if not missing:
         return x
-    # The transpose of the cast is a psum of lax. `explain` finds it by the scope.
-    with fallback.scope("psum", "the transpose of a cast by jax.lax.pcast"):
-        return lax.pcast(x, missing, to="varying")
+    return lax.pcast(x, missing, to="varying")  # JAX inserts its transpose, a psum of lax
 
 
 def bind(primitive: OpPrimitive, xs: Sequence[Any], params: Params) -> list[Any]:

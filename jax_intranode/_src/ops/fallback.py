@@ -18,8 +18,11 @@ from jax_intranode._src.selection import config, select
 
 logger = logging.getLogger(config.FALLBACKS)
 
-# Part of the reason for an axis that no device communicates over.
+# Part of the reason for an axis that no device communicates over, and for one that nothing binds.
 NOT_BOUND = "is not one that shard_map has bound"
+UNBOUND = "is not bound by shard_map, vmap or pmap"
+# The reason where nothing is sent.
+NO_AXES = "no axes"
 # The reason for an operand that does not depend on the function's arguments.
 CONSTANT = "a constant"
 
@@ -35,16 +38,19 @@ def bound_axes() -> frozenset[Any]:
 def reason_of_axes(axes: tuple[Hashable, ...], axis_index_groups: Any = None) -> str | None:
     """Why lax runs a collective over these axes."""
     if not axes:
-        return "no axes"
+        return NO_AXES
     if len(set(axes)) < len(axes):
         return f"an axis that is named twice in {_names(axes)}"
-    unbound = [axis for axis in axes if axis not in bound_axes()]
-    if unbound:
-        return f"axis {_names(unbound[:1])} {NOT_BOUND}"
+    for axis in axes:
+        if axis not in bound_axes():
+            is_of_vmap = not isinstance(axis, str) or trace_state.axis_is_bound(axis)
+            return f"axis {_names([axis])} {NOT_BOUND if is_of_vmap else UNBOUND}"
     if axis_index_groups is not None:
         return "axis_index_groups"
-    if not trace_state.settings_are_usual(axes):
-        return "settings of jax under which collectives have other rules"
+    if not trace_state.forbidden_axes().isdisjoint(axes):
+        return "jax.sharding.no_collectives"  # lax raises the error
+    if len(trace_state.axes_in_types(axes)) < len(axes):
+        return "an axis of one device under jax_remove_size_one_mesh_axis_from_type"
     return None
 
 
@@ -76,8 +82,9 @@ def reason_of_operands(
         return "an operand that is unreduced or reduced over mesh axes"
     # Under check_vma=True an operand varies over all of the axes or over none; lax refuses others.
     over = set[Any]().union(*(jax.typeof(v).manual_axis_type.varying for v in communicated))
-    if 0 < len(over.intersection(axes)) < len(axes):
-        return f"an operand that varies over some of the axes {_names(axes)} only"
+    least = 0 if trace_state.casts_operands() else -1
+    if least < len(over.intersection(axes)) < len(axes):
+        return f"an operand that does not vary over all of the axes {_names(axes)}"
     return None
 
 
@@ -105,18 +112,18 @@ def to_lax(operation: str, reason: str, logged: bool = True, sends: bool = True)
     try:
         with scope(operation, reason):
             yield
-    except (NameError, AssertionError) as error:  # AssertionError: psum under check_vma=True
-        if isinstance(error, NameError) or NOT_BOUND in reason:
-            error.add_note(
-                f"jax_intranode.{operation} acts on the axes that jax.shard_map (or jax.vmap or "
-                f"jax.pmap) binds; bound here: {sorted(map(str, bound_axes())) or 'none'}. Name "
-                "some of these, or call it inside a jax.shard_map over a mesh with the axis."
-                + (f" This call: {reason}." if isinstance(error, AssertionError) else "")
-            )
-        raise
-    except (TypeError, ValueError, IndexError) as error:
+    except (NameError, AssertionError, TypeError, ValueError, IndexError) as error:
+        hint = (
+            f"jax_intranode.{operation} acts on the axes that jax.shard_map (or jax.vmap or "
+            f"jax.pmap) binds; bound here: {sorted(map(str, bound_axes())) or 'none'}. Name "
+            "some of these, or call it inside a jax.shard_map over a mesh with the axis."
+        )
+        if isinstance(error, NameError):
+            error.add_note(hint)
+        elif UNBOUND in reason and trace_state.check_vma():  # where lax's error says nothing of it
+            raise NameError(f"unbound axis name: {reason}. {hint}") from error
         # lax takes numbers and arrays that are constants; then its message says what is wrong.
-        if reason != CONSTANT or isinstance(error, TypeError):
+        elif isinstance(error, TypeError) or reason != CONSTANT:
             error.add_note(
                 f"jax_intranode.{operation} takes arrays, or pytrees of arrays. jax.lax got this "
                 f"call, and refused it: {reason}."

@@ -65,6 +65,7 @@ def psum(
         Array([3.], dtype=float32)
     """
     axes = tuple(axis_name) if isinstance(axis_name, (tuple, list)) else (axis_name,)
+    axes = trace_state.axes_in_types(axes)
     leaves, tree = jax.tree.flatten(x)
     reason = fallback.reason_of_axes(axes, axis_index_groups)
     if reason is not None:

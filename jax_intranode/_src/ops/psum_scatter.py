@@ -6,6 +6,7 @@ from typing import Any
 
 from jax import lax
 
+from jax_intranode._src.jax_private import trace_state
 from jax_intranode._src.ops import collective, fallback
 from jax_intranode._src.ops.annotations import AxisNames, PyTree
 from jax_intranode._src.ops.collective import (
@@ -64,7 +65,7 @@ def psum_scatter(
         >>> sums(jnp.array([1.0, 2.0, 3.0, 4.0, 10.0, 20.0, 30.0, 40.0]))
         Array([11., 22., 33., 44.], dtype=float32)
     """
-    axes = axis_name if isinstance(axis_name, tuple) else (axis_name,)
+    axes = trace_state.axes_in_types(axis_name if isinstance(axis_name, tuple) else (axis_name,))
     scatter_dimension = collective.integer("psum_scatter", "scatter_dimension", scatter_dimension)
 
     def by_lax(leaf: Any) -> Any:

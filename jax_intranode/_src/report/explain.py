@@ -2,6 +2,7 @@
 
 import functools
 import os
+import textwrap
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -58,7 +59,7 @@ class Explanation(Sequence[Call]):
         return self.calls[index]
 
     def __str__(self) -> str:
-        """Returns a table, and below it the groups of devices and the counts."""
+        """Returns a table, with source and reason below each row, the groups, and the counts."""
         lines = self._table() if self.calls else ["no collectives"]
         if self.left is not None:
             lines.append(f"all that XLA's partitioner adds is left to it: {self.left}")
@@ -68,7 +69,13 @@ class Explanation(Sequence[Call]):
         return "\n".join(lines)
 
     def _table(self) -> list[str]:
-        lines = aligned([_TITLES, *map(_row, self.calls)])
+        title, *rows = aligned([_TITLES, *map(_row, self.calls)])
+        lines = [title]
+        for row, call in zip(rows, self.calls, strict=True):
+            more = f" and {len(call.sources) - 1} more" * (len(call.sources) > 1)
+            for text in (call.source.removeprefix(os.getcwd() + os.sep) + more, call.reason):
+                row += "\n" + textwrap.fill(text, _COLUMNS, **_INDENTED)
+            lines.append(row)
         for axes, groups in dict.fromkeys((_axes(call), call.groups) for call in self.calls):
             if groups:
                 lines.append(f"groups over {axes}: " + " ".join(str(list(ids)) for ids in groups))
@@ -89,9 +96,19 @@ def _counts(counts: Mapping[str, int]) -> str:
 
 
 _TITLES = (
-    *("operation", "operands", "bytes", "axes", "ranks", "algorithm", "launch", "times"),
-    *("source", "origin", "reason"),
+    "operation",
+    "operands",
+    "bytes",
+    "axes",
+    "ranks",
+    "algorithm",
+    "launch",
+    "times",
+    "origin",
 )
+# Below the row of a call stand its source and its reason.
+_COLUMNS = 100
+_INDENTED: Any = {"initial_indent": "    ", "subsequent_indent": "    ", "break_long_words": False}
 
 
 def _row(call: Call) -> tuple[str, ...]:
@@ -108,10 +125,7 @@ def _row(call: Call) -> tuple[str, ...]:
         call.algorithm,
         f"{call.blocks}x{call.threads}" if call.blocks else "-",
         times,
-        call.source.removeprefix(os.getcwd() + os.sep)
-        + (f" and {len(call.sources) - 1} more" if len(call.sources) > 1 else ""),
         call.origin,
-        call.reason,
     )
 
 

@@ -1,5 +1,6 @@
 """What a user is told when jax.lax runs a call: the log, and notes on errors."""
 
+import functools
 import logging
 from collections.abc import Callable
 from typing import Any
@@ -89,3 +90,56 @@ def test_what_install_leaves_is_logged_once_a_call_site(
     where = f"{__file__}:{product.__code__.co_firstlineno + 1} (product)"
     last = caplog.records[-1].getMessage()
     assert last.startswith(f"psum at {where} is left to XLA: dtype complex64; supported"), last
+
+
+def values_and_algorithms() -> dict[str, Any]:
+    """Those of functions that have no counterpart in jax.lax, with gradients."""
+    x, w = (jnp.arange(8.0 * N * N).reshape(s) % 7 for s in ((2 * N, 4 * N), (4 * N, 2 * N)))
+    wide, two, scale = jnp.ones((N * N, 16)), jnp.ones((2, 16)), jnp.ones(16)
+    norm = {"axis_name": "x", "eps": 1e-6}
+
+    def scattered(x: Any, r: Any, g: Any) -> Any:
+        of: Any = {"scatter_dimension": 0, **norm}
+        return jax_intranode.psum_scatter_residual_rms_norm(x, r, g, **of)[0]
+
+    def normed(x: Any, r: Any, g: Any) -> Any:
+        return jax_intranode.psum_residual_rms_norm(x, r, g, **norm)[0]
+
+    whole, rows, columns = P(), P("x"), P(None, "x")
+    calls: list[tuple[Any, Any, Any, Any]] = [
+        (all_gather_matmul, (rows, columns), columns, (x, w)),
+        (all_gather_matmul, (rows, whole), rows, (x, w)),
+        (matmul_reduce_scatter, (columns, rows), rows, (x, w)),
+        (jax_intranode.matmul_all_reduce, (columns, rows), whole, (x, w)),
+        (jax_intranode.column_parallel_matmul, (whole, columns), columns, (x, w)),
+        (normed, (rows, whole, whole), whole, (wide[: 2 * N], two, scale)),
+        (scattered, (rows, rows, whole), rows, (wide, wide[:N], scale)),
+    ]
+    found = {}
+    for number, (function, in_specs, out_specs, operands) in enumerate(calls):
+        body = function if in_specs[2:] else functools.partial(function, axis_name="x")
+        mapped = jax.shard_map(body, mesh=line(), in_specs=in_specs, out_specs=out_specs)
+
+        def loss(*operands: Any, mapped: Any = mapped) -> Any:
+            return (mapped(*operands) ** 2).sum()
+
+        f = jax.jit(jax.value_and_grad(loss, argnums=(0, 1)))
+        report = jax_intranode.explain(f)(*operands)
+        result = jax.tree.map(lambda v: v.tobytes(), jax.device_get(f(*operands)))
+        found[number, function.__name__] = result, [(c.operation, c.algorithm) for c in report.own]
+    return found
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [lambda: jax.remove_size_one_mesh_axis_from_type(True), lambda: jax.auto_pcast(False)],
+    ids=["remove_size_one_mesh_axis_from_type", "no auto_pcast"],
+)
+def test_settings_of_jax_do_not_turn_our_functions_off(setting: Any) -> None:
+    need_devices(2)
+    usual = values_and_algorithms()
+    jax.clear_caches()
+    with setting():
+        assert values_and_algorithms() == usual
+    algorithms = [algorithm for _, of_call in usual.values() for _, algorithm in of_call]
+    assert len(algorithms) >= len(usual) and "lax" not in algorithms

@@ -272,6 +272,41 @@ def axis_of_one_device_beside(lib: Any) -> Any:
     return inside(lambda v: each(lib, v, ("one", "x")), mesh=mesh, in_specs=specs, out_specs=specs)
 
 
+@row("an axis beside one of size 1, under `jax_remove_size_one_mesh_axis_from_type`", ACCELERATED)
+def types_without_axes_of_one(lib: Any) -> Any:
+    mesh = cases.make_mesh((1, 2), ("one", "x"))
+
+    def body(v: Any) -> Any:
+        both = lib.psum(v, ("one", "x")), lib.psum_scatter(v, ("x", "one"), tiled=True)
+        return both, each(lib, v), jax.grad(lambda u: lib.psum(u, ("one", "x")).sum())(v)
+
+    with jax.remove_size_one_mesh_axis_from_type(True):
+        return inside(body, mesh=mesh, in_specs=P(("one", "x")), out_specs=P(("one", "x")))
+
+
+@row("an axis of size 1, under `jax_remove_size_one_mesh_axis_from_type`", AS_LAX)
+def parts_of_types_without_axes_of_one(lib: Any) -> Any:
+    of: Any = {"mesh": cases.make_mesh((1, 2), ("one", "x")), "out_specs": P(("one", "x"))}
+
+    def over(f: Any, axes: Any) -> Any:
+        return inside_raised(lambda v: f(v, axes), in_specs=P(("one", "x")), **of)
+
+    with jax.remove_size_one_mesh_axis_from_type(True):
+        return [each_raised(lib, lambda f, a=a: over(f, a)) for a in ("one", ("one", "x"))]
+
+
+@row("operands that vary over the axes, with `jax_auto_pcast=False`", ACCELERATED)
+def operands_cast_by_the_program(lib: Any) -> Any:
+    with jax.auto_pcast(False):
+        return inside(lambda v: (each(lib, v), jax.grad(lambda u: lib.psum(u, "x").sum())(v)))
+
+
+@row("replicated operands, with `jax_auto_pcast=False`", AS_LAX)
+def parts_cast_by_nobody(lib: Any) -> Any:
+    with jax.auto_pcast(False):
+        return each_raised(lib, lambda f: inside_raised(lambda v: f(v, "x"), in_specs=P()))
+
+
 @row("no axes, the same axis twice, positional axes with and without names", AS_LAX)
 def parts_of_odd_axes(lib: Any) -> Any:
     axes = (), [], ("x", "x"), ("x", 0), (0, "x"), 0, -1, (1,)

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import jax
 from jax.extend.core import Primitive
 from jax.interpreters import ad, mlir
 
@@ -135,7 +136,8 @@ class OpPrimitive:
 
         def lower(ctx: Any, *operands: Any, params: Any, traced_over: Any) -> Any:
             site = LoweringSite.of(ctx, traced_over)
-            return decide(site, ctx.avals_in, params).lower(ctx, *operands)
+            with jax.auto_pcast(True):  # for our own equations, whatever the program has set
+                return decide(site, ctx.avals_in, params).lower(ctx, *operands)
 
         def batch_if_needed(
             name: Hashable,
@@ -183,7 +185,9 @@ class OpPrimitive:
                 traced_over: Any,
                 form: Primitive = primitive,
             ) -> tuple[list[Any], list[Any]]:
-                return jvp(partial(form.bind, traced_over=traced_over), primals, tangents, params)
+                bind = partial(form.bind, traced_over=traced_over)
+                with jax.auto_pcast(True):
+                    return jvp(bind, primals, tangents, params)
 
             primitive.def_effectful_abstract_eval(types_and_effects)
             mlir.register_lowering(primitive, lower)

@@ -18,11 +18,12 @@ from bench_programs import definitions as programs
 from bench_programs import measure as measure_program
 from bench_settings import RunHere, mesh_of_two, settings_of
 from jax.sharding import PartitionSpec
+from processes import python
 from tiers import full, quick
 
 import jax_intranode
 from jax_intranode._src.command_line import machine
-from jax_intranode._src.command_line.bench import report
+from jax_intranode._src.command_line.bench import measure, report
 from jax_intranode._src.command_line.launcher.runs import MODES, ProgressLine
 from jax_intranode._src.command_line.options import WrongInput
 from jax_intranode._src.selection import table
@@ -256,3 +257,33 @@ def test_progress_says_how_long_it_takes(monkeypatch: pytest.MonkeyPatch) -> Non
     line.begin("second")
     line.show()  # one measurement took 60 s, and the second one is assumed to be half way
     assert terminal.getvalue().endswith("second: 2 of 11, 1:10, about 6:20 left")
+
+
+NCCL = """
+int ncclGetVersion(int *version) { *version = 22907; return 0; }
+"""
+LOADS = """
+import ctypes, sys
+from jax_intranode._src.command_line.bench import report
+before = report.library_versions()["nccl"]
+library = ctypes.CDLL(sys.argv[1])
+print(before, report.library_versions()["nccl"])
+"""
+
+
+def test_the_version_of_nccl_is_that_of_the_loaded_library(tmp_path: Path) -> None:
+    """Not that of the package beside it."""
+    (tmp_path / "nccl.c").write_text(NCCL)
+    library = tmp_path / "of_tests.so"
+    compiler = ["cc", "-shared", "-fPIC", "-Wl,-soname,libnccl.so.2"]
+    subprocess.run([*compiler, "-o", library, tmp_path / "nccl.c"], check=True)
+    done = python("-P", "-c", LOADS, library, cwd=tmp_path, JAX_PLATFORMS="cpu")
+    assert done.returncode == 0, done.stdout
+    before, loaded = done.stdout.split()
+    assert before != loaded == "2.29.7"
+
+
+def test_sum_of_ranks() -> None:
+    """What makes XLA load NCCL."""
+    mesh = jax.make_mesh((len(jax.devices()),), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
+    assert measure.sum_of_ranks(mesh)() == sum(range(len(jax.devices())))

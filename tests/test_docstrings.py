@@ -49,3 +49,10 @@ def test_example(name: str) -> None:
 def test_the_page_has_every_public_name() -> None:
     listed = re.findall(r"^\.\. auto\w+:: (\w+)", PAGE.read_text(), re.MULTILINE)
     assert sorted(listed) == sorted(jax_intranode.__all__)
+
+
+def test_no_text_becomes_a_link_by_mistake() -> None:
+    """Sphinx takes file:line for an address, unless it is marked as code."""
+    for name in jax_intranode.__all__:
+        text = inspect.getdoc(getattr(jax_intranode, name)) or ""
+        assert not re.search(r"\b(file|data|http):\w", re.sub(r"``.*?``", "", text)), name

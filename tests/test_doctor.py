@@ -94,6 +94,23 @@ def test_a_driver_that_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found == info.FAILS and "NVML does not start" in text and "--gpus all" in text
 
 
+@pytest.mark.parametrize("asked", ["cuda", "gpu", "cuda,cpu"])
+def test_gpus_that_are_asked_for_and_missing(
+    no_processes: dict[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    asked: str,
+) -> None:
+    monkeypatch.setattr(machine, "visible_gpus", lambda: 0)
+    monkeypatch.setenv("JAX_PLATFORMS", asked)
+    assert command_line.main(["doctor"]) == 1
+    out = capsys.readouterr().out
+    says = f"JAX_PLATFORMS={asked} asks for GPUs, and there are none: "
+    assert f"fails    driver: {says}" in out and f"Your node benefits: not now: {says}" in out
+    monkeypatch.setattr(machine, "visible_gpus", lambda: 2)
+    assert doctor._driver(node()).verdict == info.OK
+
+
 @pytest.mark.parametrize(
     ("architectures", "capability", "runs"),
     [

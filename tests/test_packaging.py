@@ -187,3 +187,42 @@ def test_cuda_options(options: tuple[str, ...], message: str | None, tmp_path: P
     assert (done.returncode == 0) == (message is None)
     if message is not None:
         assert message in " ".join(done.stderr.split())
+
+
+# Versions of JAX.
+
+
+def test_the_oldest_jax_is_that_of_pyproject() -> None:
+    oldest = jax_intranode._OLDEST_JAX
+    for name in ("jax", "jaxlib"):
+        assert f"{name}>={oldest}" in (_DISTRIBUTION.requires or []), name
+
+
+OLD_JAX = """
+import sys
+import jax
+jax.__version__, jax.__version_info__ = "0.10.1", (0, 10, 1)
+"""
+SAYS = "needs jax 0.10.2 or newer, and jax 0.10.1 is installed: pip install -U jax"
+
+
+def test_a_jax_that_is_too_old_is_refused(tmp_path: Path) -> None:
+    done = run_python(f"{OLD_JAX}\nimport jax_intranode", "-P", cwd=tmp_path)
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[-1] == f"ImportError: jax_intranode {SAYS}"
+
+
+@pytest.mark.parametrize("command", ["info", "doctor"])
+def test_commands_name_a_jax_that_is_too_old(tmp_path: Path, command: str) -> None:
+    (tmp_path / "sitecustomize.py").write_text(OLD_JAX)
+    done = python(
+        *("-m", "jax_intranode", command),
+        cwd=tmp_path,
+        stderr=subprocess.PIPE,
+        PYTHONPATH=str(tmp_path),
+        JAX_PLATFORMS="cpu",
+    )
+    assert done.returncode == (command == "doctor"), done.stderr
+    assert (
+        f"package: `import jax_intranode` fails: ImportError: jax_intranode {SAYS}" in done.stdout
+    )

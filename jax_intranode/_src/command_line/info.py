@@ -145,7 +145,7 @@ def _tuning() -> dict[str, Any] | None:
 def _ffi_of_jaxlib() -> list[int]:
     spec = importlib.util.find_spec("jaxlib")
     if spec is None or spec.origin is None:
-        raise ImportError("it is not installed: pip install 'jax>=0.10.2'")
+        raise ImportError(f"it is not installed: pip install 'jax>={jax_intranode._OLDEST_JAX}'")
     return list(ffi_headers.version_in(Path(spec.origin).parent / "include"))
 
 

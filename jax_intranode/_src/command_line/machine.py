@@ -1,6 +1,7 @@
 """What this machine has and what is installed, found without starting JAX or CUDA."""
 
 import argparse
+import ctypes
 import importlib.util
 import os
 import tempfile
@@ -121,6 +122,17 @@ def version_of(distribution: str) -> str | None:
         return metadata.version(distribution)
     except metadata.PackageNotFoundError:
         return None
+
+
+def loaded_nccl() -> str | None:
+    """The version of the NCCL library in this process; None if it has loaded none."""
+    number = ctypes.c_int()
+    try:
+        library = ctypes.CDLL("libnccl.so.2", mode=os.RTLD_NOLOAD | os.RTLD_NOW)
+        library.ncclGetVersion(ctypes.byref(number))
+    except (OSError, AttributeError):
+        return None
+    return f"{number.value // 10000}.{number.value // 100 % 100}.{number.value % 100}"
 
 
 def has_native_module(name: str) -> bool:

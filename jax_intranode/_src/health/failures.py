@@ -43,7 +43,7 @@ class Failure:
         device_ids: the devices of its group, in rank order; empty if they are not known.
         missing_rank: the rank that it waited for, in the same group.
         missing_process: the process of the missing rank, by ``jax.process_index()``.
-        source: where the program calls the operation, as "file:line (function)", if it is known.
+        source: where the program calls the operation, as ``file:line (function)``, if it is known.
         calls: how often this place had been called before, if it is known.
         time: when the failure was found, in seconds as of ``time.time()``.
     """

@@ -46,7 +46,7 @@ class Call:
             such as "psum_residual_rms_norm"; for another collective of ``jax.lax`` its name there.
             A transpose has the name of the operation that it is. The all-gather after an overlapped
             "matmul_all_reduce" is an operation of its own.
-        source: file:line (function) of the call. Gradients have that of the forward call, and
+        source: ``file:line (function)`` of the call. Gradients have that of the forward call, and
             collectives that JAX inserts have that of the call for which it did.
         shapes: the operands' shapes on a device. A psum of a pytree is one operation or several.
             For a collective matmul that fell back to lax while it was traced, only the shape of the

@@ -52,7 +52,7 @@ def library_versions() -> dict[str, str | None]:
         "jax": jax.__version__,
         "jaxlib": of("jaxlib"),
         "jax_intranode": jax_intranode.__version__,
-        "nccl": of("nvidia-nccl-cu13") or of("nvidia-nccl-cu12"),
+        "nccl": machine.loaded_nccl() or of("nvidia-nccl-cu13") or of("nvidia-nccl-cu12"),
         "cuda": of("nvidia-cuda-runtime") or of("nvidia-cuda-runtime-cu12"),
         "python": platform.python_version(),
     }

@@ -5,20 +5,7 @@ import sys as _sys
 
 __version__ = "0.1.0"
 
-# As in pyproject.toml.
-_OLDEST_JAX = "0.10.2"
-
-
-def _check_jax() -> None:
-    """Raises ImportError, or ModuleNotFoundError, if JAX is too old or not installed."""
-    import jax
-
-    if jax.__version_info__ < tuple(map(int, _OLDEST_JAX.split("."))):
-        raise ImportError(
-            f"jax_intranode needs jax {_OLDEST_JAX} or newer, and jax {jax.__version__} is "
-            "installed: pip install -U jax"
-        )
-
+_OLDEST_JAX = "0.10.2"  # as in pyproject.toml
 
 # What failed below, where `python -m jax_intranode` goes on: `info` says what is broken.
 _import_error: Exception | None = None
@@ -30,7 +17,13 @@ _before = set(_os.environ)
 try:
     if _is_command and _sys.argv[1:2] == ["run"]:
         raise ImportError("`run` starts Python again, and needs nothing of what follows")
-    _check_jax()
+    import jax as _jax
+
+    if _jax.__version_info__ < tuple(map(int, _OLDEST_JAX.split("."))):
+        raise ImportError(
+            f"jax_intranode needs jax {_OLDEST_JAX} or newer, and jax {_jax.__version__} is "
+            "installed: pip install -U jax"
+        )
     from jax_intranode._src.group.communicator import initialize, shutdown, usage_counter
     from jax_intranode._src.group.peer_buffer import (
         PeerBuffer,

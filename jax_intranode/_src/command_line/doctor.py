@@ -116,10 +116,7 @@ def _driver(found: dict[str, Any]) -> Finding:
     driver, needed = found["driver"], found["cuda_part"].get("cuda")
     asked = os.environ.get("JAX_PLATFORMS", "")
     if {"cuda", "gpu"}.intersection(asked.split(",")) and not machine.visible_gpus():
-        remedy = (
-            "see whether nvidia-smi shows GPUs, and that CUDA_VISIBLE_DEVICES names some; for CPU "
-            "devices, set JAX_PLATFORMS=cpu"
-        )
+        remedy = "see whether nvidia-smi shows GPUs; for CPU devices, set JAX_PLATFORMS=cpu"
         why = driver["reason"] or "NVML and CUDA_VISIBLE_DEVICES show none"
         return FAILS, f"JAX_PLATFORMS={asked} asks for GPUs, and there are none: {why}", remedy
     if driver["version"] is None:
@@ -340,11 +337,9 @@ def _benefits(
 
     gpus = found["gpus"]
     count = _usable_gpus(found)
-    for one in done:
-        if one.name == "driver" and one.verdict == FAILS:
-            return f"{lead}not now: {one.reason}.", [], ""
-    failed = [one for one in done[-2:] if one.verdict in (FAILS, WARNING)]
-    if len(failed) == 2:
+    failed = [one for one in done if (one.name, one.verdict) == ("driver", FAILS)]
+    failed += [one for one in done[-2:] if one.verdict in (FAILS, WARNING)]
+    if len(failed) > 1 or (failed and failed[0].name == "driver"):
         return f"{lead}not now: {failed[0].reason}.", [], ""
     on_gpus = count >= 2
     if on_gpus:

@@ -81,10 +81,7 @@ class Body:
         missed = [decision for decision in self.decisions if decision.missed]
         if not missed or not config.get().is_strict:
             return
-        lines = []
-        for decision in missed:
-            operation, where = _named(decision.equation)
-            lines.append(f"  {operation} at {where}: {decision.reason}")
+        lines = ["  {} at {}: {}".format(*_named(d.equation), d.reason) for d in missed]
         raise RuntimeError(
             f"{which} were not replaced:\n"
             + "\n".join(lines)

@@ -77,12 +77,14 @@ def _words(allowed: tuple[str, ...]) -> str:
     return ", ".join(f"`{value}`" for value in allowed)
 
 
-def _variable(
-    default: Any, values: str, in_words: str, meaning: str, read: Read, of_all: bool = True
-) -> Any:
+def _name(field: str) -> str:
+    """The variable of a field of `Config`."""
+    return _PREFIX + field.rstrip("_").upper()
+
+
+def _variable(default: Any, values: str, in_words: str, meaning: str, read: Read) -> Any:
     """A field of `Config`; what comes after its default value is as in `Variable`."""
     metadata = {"values": values, "default": in_words, "meaning": meaning, "read": read}
-    metadata["of_all"] = of_all
     return dataclasses.field(default=default, metadata=metadata)
 
 
@@ -192,7 +194,6 @@ class Config:
         "the shipped table",
         "what `python -m jax_intranode tune` has measured on this node",
         lambda name, text: text,
-        of_all=False,  # its content is compared
     )
     log: str | None = _variable(
         None,
@@ -202,16 +203,19 @@ class Config:
         "that fall back, with the reason; also what is accelerated (`info`); also errors in full "
         "(`debug`). Processes may have different values",
         _one_of(*LOG),
-        of_all=False,
     )
 
     def of_all_processes(self) -> dict[str, str]:
         """The values that all processes must have alike, by the names of their variables."""
-        fields = zip(dataclasses.fields(self), VARIABLES, strict=False)
-        values = {v.name: getattr(self, f.name) for f, v in fields if v.of_all}
+        values = dataclasses.asdict(self)
+        del values["log"], values["tuning"]  # whose content is compared
         return {
-            name: "not set" if of is None else f"{of:d}" if isinstance(of, bool) else f"{of}"
-            for name, of in values.items()
+            _name(k): "not set"
+            if of is None
+            else f"{of:d}"
+            if of is True or of is False
+            else f"{of}"
+            for k, of in values.items()
         }
 
     @property
@@ -259,7 +263,6 @@ class Variable:
         form: what its text has to match, as a regular expression, where `read` does not check it.
         reader: what reads it: "package", "launcher", "build" or "tests".
         is_secret: whether reports and messages leave out its value.
-        of_all: whether the rendezvous refuses processes with different values of it.
     """
 
     name: str
@@ -270,15 +273,11 @@ class Variable:
     form: str = r"[\s\S]*"
     reader: str = "package"
     is_secret: bool = False
-    of_all: bool = False
 
 
 # A new variable that something else reads is listed here.
 VARIABLES = (
-    *(
-        Variable(_PREFIX + of.name.rstrip("_").upper(), **of.metadata)
-        for of in dataclasses.fields(Config)
-    ),
+    *(Variable(_name(of.name), **of.metadata) for of in dataclasses.fields(Config)),
     Variable(
         RANK,
         "an integer",

@@ -53,9 +53,8 @@ def measure(rank: Rank, **fields: Any) -> dict[str, Any]:
 
 def sum_of_ranks(mesh: Mesh) -> Callable[[], jax.Array]:
     """A function that sums the ranks' numbers by jax.lax."""
-    return jax.shard_map(
-        lambda: lax.psum(lax.axis_index("x"), "x"), mesh=mesh, in_specs=(), out_specs=P()
-    )
+    total = partial(lax.psum, axis_name="x")
+    return jax.shard_map(lambda: total(lax.axis_index("x")), mesh=mesh, in_specs=(), out_specs=P())
 
 
 def _measurements(

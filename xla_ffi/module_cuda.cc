@@ -5,6 +5,7 @@
 
 #include "cuda/fused_matmul.h"
 #include "cuda/graph_timing.h"
+#include "cuda/launch.h"
 #include "cuda/pipelined_matmul.h"
 #include "cuda/slab.h"
 #include "ffi/collectives_cuda.h"
@@ -33,8 +34,7 @@ struct CudaBackend {
   static constexpr auto* WriteBytes = &jax_intranode::WriteBytes;
   static void LoadAllKernels(int device) {
     CurrentDevice current(device);
-    ThrowIfError(LoadKernels(), "loading the kernels");
-    ThrowIfError(LoadSignalKernels(), "loading the kernels");
+    ThrowIfError(LoadListedKernels(), "loading the kernels");
     LoadFusedKernels();
   }
 

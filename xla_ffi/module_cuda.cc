@@ -45,7 +45,9 @@ struct CudaBackend {
   static void AddPeerBuffer(std::shared_ptr<DevicePeerBuffer> buffer) {
     static_assert(sizeof(v1::PeerRecord) <= kRecordsBytes);
     for (const auto& [device, peers] : buffer->members) new (peers.record) v1::PeerRecord{};
-    CudaPlatform::Get().AddNew([&] { DevicePeerBuffers::Get().Add(buffer->name, buffer); });
+    std::shared_ptr<DevicePeerBuffer> replaced;  // freed without a lock
+    CudaPlatform::Get().AddNew(
+        [&] { replaced = DevicePeerBuffers::Get().Add(buffer->name, buffer); });
   }
   static constexpr auto* ClosePeer = &ClosePeerBuffer;
   static void AddHandlers(nb::dict* all) {
@@ -69,13 +71,16 @@ nb::tuple TimeOnGroup(const std::vector<int64_t>& device_ids, int64_t group_size
     throw std::invalid_argument("jax_intranode: CUDA device " + std::to_string(device) +
                                 " is in none of the groups " + ToString({device_ids, group_size}));
   }
-  if (std::string failure = communicator->closed ? kShutDown : communicator->failure();
+  if (std::string failure = communicator->closed ? kShutDown : communicator->failure(device);
       !failure.empty()) {
     throw std::runtime_error(failure);
   }
   const Algorithm algorithm = static_cast<Algorithm>(algorithm_number);
   const std::optional<ElementType> type = ElementTypeNamed(algorithm, dtype);
-  if (!type) throw std::invalid_argument("jax_intranode: " + dtype + " has no kernels");
+  if (!IsKnown(algorithm) || !type) {
+    throw std::invalid_argument("jax_intranode: algorithm " + std::to_string(algorithm_number) +
+                                " has no kernels for " + dtype);
+  }
   const std::string input(data.c_str(), data.size());
   GraphTiming timing;
   {

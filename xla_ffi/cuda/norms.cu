@@ -2,6 +2,7 @@
 // launch. A block works on one row after another.
 #include "../kernels/norm_protocol.h"
 #include "device_thread.h"
+#include "launch.h"
 
 namespace jax_intranode {
 namespace {

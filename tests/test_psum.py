@@ -48,11 +48,11 @@ def test_case(name: str) -> None:
     case.run()
 
 
-def test_packs_of_several_arrays_are_counted_in_32_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_packs_of_several_arrays_are_counted_in_32_bits() -> None:
     need_devices(2)
-    monkeypatch.setenv("JAX_INTRANODE_ALGORITHM", "two_shot")
     shapes = [(10 << 30,), (2 << 30,), (10 << 30,)]  # 40, 8 and 40 GiB
-    parts = psum_lib.operations(cases.line(2), ("x",), shapes, "float32")
+    with cases.forced("two_shot"):
+        parts = psum_lib.operations(cases.line(2), ("x",), shapes, "float32")
     found = [(arrays, chosen.algorithm) for arrays, chosen in parts]
     assert found == [([0, 1], "two_shot"), ([2], "two_shot")]
 

@@ -94,7 +94,8 @@ inline ffi::Error CollectBuffers(Algorithm algorithm, uint32_t segments, int siz
           "jax_intranode: operand " + std::to_string(i) + " of " + name + " has " +
           std::to_string(x.element_count()) + " elements, its result " +
           std::to_string(y.element_count()) + "; a group of " + std::to_string(size) +
-          " ranks needs them as " + std::to_string(in) + " to " + std::to_string(out) + ".");
+          " ranks needs them as " + std::to_string(in) + " to " + std::to_string(out) +
+          ", without a remainder.");
     }
     *type = *found;
     packs += PacksOf(x.size_bytes() / in);

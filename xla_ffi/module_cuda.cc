@@ -45,9 +45,7 @@ struct CudaBackend {
   static void AddPeerBuffer(std::shared_ptr<DevicePeerBuffer> buffer) {
     static_assert(sizeof(v1::PeerRecord) <= kRecordsBytes);
     for (const auto& [device, peers] : buffer->members) new (peers.record) v1::PeerRecord{};
-    std::shared_ptr<DevicePeerBuffer> replaced;  // freed without a lock
-    CudaPlatform::Get().AddNew(
-        [&] { replaced = DevicePeerBuffers::Get().Add(buffer->name, buffer); });
+    CudaPlatform::Get().AddNew([&] { return DevicePeerBuffers::Get().Add(buffer->name, buffer); });
   }
   static constexpr auto* ClosePeer = &ClosePeerBuffer;
   static void AddHandlers(nb::dict* all) {

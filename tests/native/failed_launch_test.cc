@@ -105,8 +105,9 @@ int AbsentPeers() {
     group.failure = record;
     group.timeout_ns = 1'000'000'000'000;
     communicator->members[0] = {group, {10, 11, 12}};
-    platform.AddNew(
-        [&] { Registry<DeviceCommunicator>::Get().Add({{10, 11, 12}, size}, communicator); });
+    platform.AddNew([&] {
+      return Registry<DeviceCommunicator>::Get().Add({{10, 11, 12}, size}, communicator);
+    });
     made.push_back(communicator);  // which keeps it alive
     return communicator;
   };

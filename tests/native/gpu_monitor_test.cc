@@ -61,9 +61,7 @@ std::shared_ptr<DeviceCommunicator> Make(const Partition& partition,
 }
 std::shared_ptr<DeviceCommunicator> Add(const Partition& partition,
                                         std::shared_ptr<DeviceCommunicator> communicator) {
-  std::shared_ptr<DeviceCommunicator> replaced;
-  platform.AddNew(
-      [&] { replaced = Registry<DeviceCommunicator>::Get().Add(partition, communicator); });
+  platform.AddNew([&] { return Registry<DeviceCommunicator>::Get().Add(partition, communicator); });
   return communicator;
 }
 std::shared_ptr<DevicePeerBuffer> AddBuffer(std::shared_ptr<DeviceCommunicator> communicator,
@@ -77,7 +75,7 @@ std::shared_ptr<DevicePeerBuffer> AddBuffer(std::shared_ptr<DeviceCommunicator> 
   peers.record = record;
   peers.timeout_ns = 1'000'000'000'000;
   buffer->members[0] = peers;
-  platform.AddNew([&] { DevicePeerBuffers::Get().Add("mine", buffer); });
+  platform.AddNew([&] { return DevicePeerBuffers::Get().Add("mine", buffer); });
   return buffer;
 }
 void Clear() {

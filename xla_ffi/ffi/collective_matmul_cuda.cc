@@ -25,7 +25,7 @@ namespace {
 
 // A digest of what the ranks must agree on. Never 0.
 uint64_t DigestOf(const MatmulCall& call, const MatmulPlan& plan) {
-  uint64_t digest = kFnvStart;
+  uint64_t digest = Fnv1a("");
   const auto add = [&](uint64_t value) { digest = FnvStep(digest, value); };
   for (const uint64_t value :
        {static_cast<uint64_t>(call.type), static_cast<uint64_t>(call.transposed),

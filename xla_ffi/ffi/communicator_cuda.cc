@@ -65,10 +65,8 @@ void CreateDeviceCommunicator(const Partition& partition, const std::vector<Grou
         group, DeviceIdsOf(partition, member.group)};
     LaunchOrderOf(static_cast<int>(member.device));
   }
-  std::shared_ptr<DeviceCommunicator> replaced;  // freed without a lock
-  CudaPlatform::Get().AddNew([&] {
-    replaced = Registry<DeviceCommunicator>::Get().Add(partition, std::move(communicator));
-  });
+  CudaPlatform::Get().AddNew(
+      [&] { return Registry<DeviceCommunicator>::Get().Add(partition, std::move(communicator)); });
 }
 
 void AddRings(const Partition& partition,
@@ -110,6 +108,7 @@ void AddBeside(const Partition& partition, const std::vector<RegionBeside>& regi
     CudaPlatform::Get().AddNew([&] {
       std::lock_guard lock(operations_mutex);  // another thread may count
       member.beside = group;
+      return nullptr;
     });
   }
 }

@@ -28,17 +28,18 @@ class CudaPlatform final : public Platform {
     return *platform;
   }
 
-  // Something is new: a communicator, a region or a peer buffer.
+  // Something is new: a communicator, a region or a peer buffer. `add` returns what it replaces.
   template <class Add>
   void AddNew(const Add& add) {
+    std::shared_ptr<void> replaced;  // freed without the lock
     std::lock_guard lock(mutex_);
-    add();
+    replaced = add();
     ApplyLocked();
   }
 
   // Makes the kernels of groups that have failed give up.
   void Apply() {
-    AddNew([] {});
+    AddNew([] { return nullptr; });
   }
 
   bool OnGpu() const override { return true; }
@@ -175,31 +176,27 @@ class CudaPlatform final : public Platform {
   template <class Act>
   static void ForEachPlace(const Act& act) {
     const auto visit = [&](DeviceCommunicator& communicator, int64_t device,
-                           const std::string& group, int rank, uint64_t timeout_ns, auto* record,
+                           const std::string& name, const auto& group, v1::PeerRecord* record,
                            const std::string& buffer) {
       Place place{communicator, static_cast<int32_t>(device), {}, record, buffer};
       place.call.device_ids = communicator.members.at(place.device).device_ids;
-      place.call.group = Fnv1a(group);
-      place.call.rank = rank;
-      place.call.limit_s = timeout_ns / 1e9;
+      place.call.group = Fnv1a(name);
+      place.call.rank = group.rank;
+      place.call.limit_s = group.timeout_ns / 1e9;
       act(place);
     };
-    Registry<DeviceCommunicator>::Get().ForEachAlive(
-        [&](const Partition& partition, DeviceCommunicator& communicator) {
-          const std::string name = ToString(partition);
-          for (const auto& [device, member] : communicator.members) {
-            const DeviceGroup& group = member.group;
-            visit(communicator, device, name, group.rank, group.timeout_ns, group.failure, "");
-            if (member.beside) {  // may wait for another rank than the group does
-              visit(communicator, device, name + " beside", group.rank, group.timeout_ns,
-                    member.beside->failure, "");
-            }
-          }
-        });
+    Registry<DeviceCommunicator>::Get().ForEachAlive([&](const Partition& partition,
+                                                         DeviceCommunicator& communicator) {
+      const std::string name = ToString(partition);
+      for (const auto& [device, member] : communicator.members) {
+        visit(communicator, device, name, member.group, member.group.failure, "");
+        if (!member.beside) continue;  // it may wait for another rank than the group does
+        visit(communicator, device, name + " beside", *member.beside, member.beside->failure, "");
+      }
+    });
     DevicePeerBuffers::Get().ForEachAlive([&](const std::string& name, DevicePeerBuffer& buffer) {
       for (const auto& [device, peers] : buffer.members) {
-        visit(*buffer.communicator, device, ToString(buffer.partition), peers.rank,
-              peers.timeout_ns, peers.record, name);
+        visit(*buffer.communicator, device, ToString(buffer.partition), peers, peers.record, name);
       }
     });
   }

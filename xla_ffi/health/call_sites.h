@@ -15,11 +15,10 @@
 namespace jax_intranode {
 
 // The number of a text that all processes give it: FNV-1a.
-constexpr uint64_t kFnvStart = 0xCBF29CE484222325u;
 constexpr uint64_t FnvStep(uint64_t hash, uint64_t value) {
   return (hash ^ value) * 0x100000001B3u;
 }
-inline uint64_t Fnv1a(std::string_view text, uint64_t hash = kFnvStart) {
+inline uint64_t Fnv1a(std::string_view text, uint64_t hash = 0xCBF29CE484222325u) {
   for (unsigned char c : text) hash = FnvStep(hash, c);
   return hash;
 }

@@ -55,7 +55,9 @@ def test_a_failure_concerns_the_devices_of_its_group(
     failures.report(failure)
     devices = {id: mock.Mock(id=id, platform=failure.platform) for id in (3, 5, 6)}
     rendezvous.raise_if_failed([devices[3], devices[6]])
-    with pytest.raises(jax_intranode.CommunicationError, match="rank 0 .device 4. waited"):
+    with pytest.raises(
+        jax_intranode.CommunicationError, match=re.escape("rank 0 (device 4) waited")
+    ):
         rendezvous.raise_if_failed([devices[3], devices[5]])
 
 

@@ -14,6 +14,7 @@ from processes import free_port, python
 from tiers import full
 
 import jax_intranode
+from jax_intranode._src.group import rendezvous
 from jax_intranode._src.health import failures, peers
 from jax_intranode._src.jax_private import runtime_errors
 from jax_intranode._src.native import extension
@@ -45,6 +46,19 @@ def clean(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(extension, "_modules", {"cpu": module})
     runtime_errors.show_in_runtime_errors(failures._shown_in)
     yield
+
+
+@pytest.mark.parametrize("failure", [FAILURE, ON_GPUS])
+def test_a_failure_concerns_the_devices_of_its_group(
+    failure: failures.Failure, clean: None
+) -> None:
+    failures.report(failure)
+    devices = {id: mock.Mock(id=id, platform=failure.platform) for id in (3, 5, 6)}
+    rendezvous.raise_if_failed([devices[3], devices[6]])
+    with pytest.raises(
+        jax_intranode.CommunicationError, match=re.escape("rank 0 (device 4) waited")
+    ):
+        rendezvous.raise_if_failed([devices[3], devices[5]])
 
 
 def test_handlers_and_exceptions_that_raise_hide_nothing(

@@ -33,6 +33,7 @@
 #include <vector>
 
 #include "../xla_ffi/cuda/collectives.h"
+#include "../xla_ffi/cuda/launch.h"
 #include "../xla_ffi/cuda/slab.h"
 #include "../xla_ffi/ffi/members.h"
 #include "../xla_ffi/kernels/same_operation.h"
@@ -138,7 +139,7 @@ class Probe {
       group.timeout_ns = 20'000'000'000;
       group.site = 0;
       // A kernel that is loaded while another one spins might wait for it.
-      Check(LoadKernels());
+      Check(LoadListedKernels());
       Check(cudaDeviceSynchronize());
     }
     if (mesh) LinkAsMesh();

@@ -5,6 +5,7 @@
 
 #include "cuda/fused_matmul.h"
 #include "cuda/graph_timing.h"
+#include "cuda/launch.h"
 #include "cuda/pipelined_matmul.h"
 #include "cuda/slab.h"
 #include "ffi/collectives_cuda.h"
@@ -33,8 +34,7 @@ struct CudaBackend {
   static constexpr auto* WriteBytes = &jax_intranode::WriteBytes;
   static void LoadAllKernels(int device) {
     CurrentDevice current(device);
-    ThrowIfError(LoadKernels(), "loading the kernels");
-    ThrowIfError(LoadSignalKernels(), "loading the kernels");
+    ThrowIfError(LoadListedKernels(), "loading the kernels");
     LoadFusedKernels();
   }
 
@@ -45,7 +45,7 @@ struct CudaBackend {
   static void AddPeerBuffer(std::shared_ptr<DevicePeerBuffer> buffer) {
     static_assert(sizeof(v1::PeerRecord) <= kRecordsBytes);
     for (const auto& [device, peers] : buffer->members) new (peers.record) v1::PeerRecord{};
-    CudaPlatform::Get().AddNew([&] { DevicePeerBuffers::Get().Add(buffer->name, buffer); });
+    CudaPlatform::Get().AddNew([&] { return DevicePeerBuffers::Get().Add(buffer->name, buffer); });
   }
   static constexpr auto* ClosePeer = &ClosePeerBuffer;
   static void AddHandlers(nb::dict* all) {
@@ -69,7 +69,7 @@ nb::tuple TimeOnGroup(const std::vector<int64_t>& device_ids, int64_t group_size
     throw std::invalid_argument("jax_intranode: CUDA device " + std::to_string(device) +
                                 " is in none of the groups " + ToString({device_ids, group_size}));
   }
-  if (std::string failure = communicator->closed ? kShutDown : communicator->failure();
+  if (std::string failure = communicator->closed ? kShutDown : communicator->failure(device);
       !failure.empty()) {
     throw std::runtime_error(failure);
   }

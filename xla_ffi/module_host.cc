@@ -46,7 +46,7 @@ struct HostBackend {
 
   static constexpr auto* CreateCommunicator = &CreateHostCommunicator;
   static constexpr auto* CloseCommunicators = &CloseHostCommunicators;
-  static constexpr auto* Operations = &HostOperations;
+  static uint64_t Operations() { return host_operations; }
   static HostPlatform& ThePlatform() { return HostPlatform::Get(); }
   static void AddPeerBuffer(std::shared_ptr<PeerBuffer<HostCommunicator>> buffer) {
     HostPeerBuffers::Get().Add(buffer->name, buffer);

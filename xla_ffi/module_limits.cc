@@ -68,6 +68,7 @@ void ExportLimits(nb::module_& m) {
 
   m.attr("MAX_WORLD_SIZE") = kMaxRanks;
   m.attr("MAX_BUFFERS") = kMaxBuffers;
+  m.attr("MAX_PACKS") = kMaxPacks;
   m.attr("PACK_BYTES") = sizeof(Pack);
 
   m.def(

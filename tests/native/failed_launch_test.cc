@@ -4,26 +4,26 @@
 // are absent, as the monitor tells (ffi/platform_cuda.h), and for peers that run another operation.
 // Calls beside other work follow each other, whatever their streams. Exit status 0: all of it is
 // so.
+//
+//   failed_launch_test [captured|unclosed]
+//
+// captured: XLA captures the call that fails, and drops the graph. unclosed: the region can't be
+// closed, and the error says so.
 #include <cstdio>
 #include <cstring>
-#include <map>
 #include <string>
 #include <vector>
 
+#include "tests/native/fake_xla.h"
 #include "xla_ffi/ffi/collectives_cuda.h"
 #include "xla_ffi/ffi/platform_cuda.h"
 #include "xla_ffi/health/call_sites.h"
-
-struct XLA_FFI_Error {
-  std::string message;
-};
 
 namespace {
 
 cudaError_t next_status = cudaSuccess;
 int launches = 0;
-void* state = nullptr;
-uintptr_t stream_of_call = 0;
+constexpr uintptr_t kClosingStream = 99;
 constexpr int kBesideRank = 7;                            // tells its group from the other one
 std::vector<std::pair<std::string, uintptr_t>> enqueued;  // what, and on which stream
 
@@ -31,92 +31,19 @@ void Enqueue(const std::string& what, cudaStream_t stream) {
   enqueued.emplace_back(what, reinterpret_cast<uintptr_t>(stream));
 }
 
-template <class... Args>
-XLA_FFI_Error* Succeeds(Args...) {
-  return nullptr;
-}
-
-XLA_FFI_Api MakeApi() {
-  XLA_FFI_Api api;
-  memset(&api, 0, sizeof api);
-  api.struct_size = XLA_FFI_Api_STRUCT_SIZE;
-  api.api_version.struct_size = XLA_FFI_Api_Version_STRUCT_SIZE;
-  api.api_version.major_version = XLA_FFI_API_MAJOR;
-  api.api_version.minor_version = XLA_FFI_API_MINOR;
-  api.XLA_FFI_Error_Create = [](XLA_FFI_Error_Create_Args* args) {
-    return new XLA_FFI_Error{args->message};
-  };
-  api.XLA_FFI_Error_Destroy = [](XLA_FFI_Error_Destroy_Args* args) { delete args->error; };
-  api.XLA_FFI_Type_Register = [](XLA_FFI_Type_Register_Args* args) {
-    args->type_id->type_id = 1;
-    return Succeeds();
-  };
-  api.XLA_FFI_State_Set = [](XLA_FFI_State_Set_Args* args) {
-    state = args->state;
-    return Succeeds();
-  };
-  api.XLA_FFI_State_Get = [](XLA_FFI_State_Get_Args* args) {
-    args->state = state;
-    return Succeeds();
-  };
-  api.XLA_FFI_Stream_Get = [](XLA_FFI_Stream_Get_Args* args) {
-    args->stream = reinterpret_cast<void*>(stream_of_call);
-    return Succeeds();
-  };
-  api.XLA_FFI_DeviceOrdinal_Get = [](XLA_FFI_DeviceOrdinal_Get_Args* args) {
-    args->device_ordinal = 0;
-    return Succeeds();
-  };
-  return api;
-}
-
-// The attributes of a call, and its arguments.
-struct Frame {
-  XLA_FFI_Api api = MakeApi();
-  XLA_FFI_CallFrame frame;
-  std::map<std::string, std::pair<XLA_FFI_AttrType, void*>> attributes;  // sorted, as XLA's are
-  std::vector<XLA_FFI_ByteSpan> spans;
-  std::vector<XLA_FFI_ByteSpan*> names;
-  std::vector<XLA_FFI_AttrType> types;
-  std::vector<void*> values;
-
-  // Runs a handler; returns its error's text.
-  std::string Run(XLA_FFI_Error* (*handler)(XLA_FFI_CallFrame*), XLA_FFI_ExecutionStage stage,
-                  XLA_FFI_Buffer* x = nullptr, XLA_FFI_Buffer* y = nullptr) {
-    memset(&frame, 0, sizeof frame);
-    frame.struct_size = XLA_FFI_CallFrame_STRUCT_SIZE;
-    frame.api = &api;
-    frame.stage = stage;
-    XLA_FFI_ArgType argument = XLA_FFI_ArgType_BUFFER;
-    XLA_FFI_RetType result = XLA_FFI_RetType_BUFFER;
-    void *xs = x, *ys = y;
-    const int64_t count = x == nullptr ? 0 : 1;
-    frame.args = {XLA_FFI_Args_STRUCT_SIZE, nullptr, count, &argument, &xs};
-    frame.rets = {XLA_FFI_Rets_STRUCT_SIZE, nullptr, count, &result, &ys};
-    spans.clear(), names.clear(), types.clear(), values.clear();
-    for (const auto& [name, value] : attributes) spans.push_back({name.data(), name.size()});
-    for (auto& span : spans) names.push_back(&span);
-    for (const auto& [name, value] : attributes) {
-      types.push_back(value.first);
-      values.push_back(value.second);
-    }
-    frame.attrs = {XLA_FFI_Attrs_STRUCT_SIZE,
-                   nullptr,
-                   static_cast<int64_t>(types.size()),
-                   types.data(),
-                   names.data(),
-                   values.data()};
-    XLA_FFI_Error* const error = handler(&frame);
-    std::string text = error == nullptr ? "" : error->message;
-    delete error;
-    return text;
-  }
-};
-
 }  // namespace
 
 // CUDA, and what launches kernels.
-cudaError_t cudaMemsetAsync(void* to, int value, size_t bytes, cudaStream_t) {
+bool capturing = false;  // the call's stream: what is enqueued there is dropped with the graph
+cudaError_t cudaStreamIsCapturing(cudaStream_t stream, cudaStreamCaptureStatus* status) {
+  const bool captured = capturing && reinterpret_cast<uintptr_t>(stream) == stream_of_call;
+  *status = captured ? cudaStreamCaptureStatusActive : cudaStreamCaptureStatusNone;
+  return cudaSuccess;
+}
+cudaError_t memset_status = cudaSuccess;
+cudaError_t cudaMemsetAsync(void* to, int value, size_t bytes, cudaStream_t stream) {
+  if (memset_status != cudaSuccess) return memset_status;
+  if (capturing && reinterpret_cast<uintptr_t>(stream) == stream_of_call) return cudaSuccess;
   memset(to, value, bytes);
   return cudaSuccess;
 }
@@ -133,7 +60,7 @@ cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t, unsigned) {
 
 namespace jax_intranode {
 LaunchOrder& LaunchOrderOf(int) {
-  static LaunchOrder order;
+  static LaunchOrder order{.closing = reinterpret_cast<cudaStream_t>(kClosingStream)};
   return order;
 }
 cudaError_t Launch(Algorithm, ElementType, const DeviceGroup& group, const Buffer&, uint32_t,
@@ -178,8 +105,9 @@ int AbsentPeers() {
     group.failure = record;
     group.timeout_ns = 1'000'000'000'000;
     communicator->members[0] = {group, {10, 11, 12}};
-    platform.AddNew(
-        [&] { Registry<DeviceCommunicator>::Get().Add({{10, 11, 12}, size}, communicator); });
+    platform.AddNew([&] {
+      return Registry<DeviceCommunicator>::Get().Add({{10, 11, 12}, size}, communicator);
+    });
     made.push_back(communicator);  // which keeps it alive
     return communicator;
   };
@@ -239,10 +167,10 @@ int AbsentPeers() {
   communicator = add(5);
   CHECK(record->abort == 0);
   tell(kRunning, kLost);
-  CHECK(record->abort == 1 && !communicator->failure().empty());
+  CHECK(record->abort == 1 && !communicator->failure(0).empty());
   // A communicator that is new knows of the absence, and fails.
   communicator = add(6);
-  CHECK(record->abort == 1 && !communicator->failure().empty());
+  CHECK(record->abort == 1 && !communicator->failure(0).empty());
   // The record of a kernel that was told to give up says why.
   record->missing = 2;
   record->reason = static_cast<uint32_t>(FailureReason::kAborted);
@@ -287,7 +215,8 @@ int OtherOperations() {
   return 0;
 }
 
-int main() {
+int main(int argc, char** argv) {
+  const std::string how = argc > 1 ? argv[1] : "";
   constexpr size_t kBuffer = 64 << 10;
   std::vector<uint64_t> own((kHeaderBytes + 2 * kBuffer) / 8), other(own.size());
   FailureRecord records[2] = {};
@@ -325,7 +254,7 @@ int main() {
   int64_t dims[] = {4};
   XLA_FFI_Buffer x{XLA_FFI_Buffer_STRUCT_SIZE, nullptr, XLA_FFI_DataType_F32, numbers, 1, dims};
   const auto call = [&] {
-    return frame.Run(&CudaCollective, XLA_FFI_ExecutionStage_EXECUTE, &x, &x);
+    return frame.Run(&CudaCollective, XLA_FFI_ExecutionStage_EXECUTE, {x}, {x});
   };
   CHECK(call().empty() && launches == 1);
   CHECK(records[0].abort == 0 && communicator->members[0].group.Header()->closed == 0);
@@ -337,7 +266,7 @@ int main() {
   member.beside->failure = &of_beside;
   enqueued.clear();
   for (stream_of_call = 1; stream_of_call < 3; ++stream_of_call) {
-    CHECK(frame.Run(&CudaCollectiveBeside, XLA_FFI_ExecutionStage_EXECUTE, &x, &x).empty());
+    CHECK(frame.Run(&CudaCollectiveBeside, XLA_FFI_ExecutionStage_EXECUTE, {x}, {x}).empty());
   }
   CHECK(
       (enqueued ==
@@ -346,17 +275,21 @@ int main() {
   launches = 1;
 
   next_status = cudaSuccess + 1;
+  capturing = how == "captured";
+  if (how == "unclosed") memset_status = cudaSuccess + 1;
   const std::string failed = call();
   CHECK(failed.find("launching psum on CUDA device 0 failed: out of resources") != failed.npos);
+  CHECK((failed.find("memory can't be closed") != failed.npos) == (how == "unclosed"));
   CHECK(launches == 2);
 
   next_status = cudaSuccess;
   CHECK(call() == failed);  // refused
-  CHECK(frame.Run(&CudaCollectiveBeside, XLA_FFI_ExecutionStage_EXECUTE, &x, &x) == failed);
+  CHECK(frame.Run(&CudaCollectiveBeside, XLA_FFI_ExecutionStage_EXECUTE, {x}, {x}) == failed);
   CHECK(launches == 2);
   CHECK(records[0].abort == 1 && records[1].abort == 1);  // what waits ends
   CHECK(of_beside.abort == 1);
-  CHECK(communicator->members[0].group.Header()->closed != 0);  // what is replayed gives up
+  // What is replayed gives up.
+  CHECK((communicator->members[0].group.Header()->closed != 0) == (how != "unclosed"));
   CHECK(communicator->members[1].group.Header()->closed == 0);  // where calls are refused, too
   Registry<DeviceCommunicator>::Get().Clear();
   communicator.reset();

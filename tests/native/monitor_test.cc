@@ -137,7 +137,6 @@ class TestPlatform final : public jin::Platform {
   std::vector<jin::Wait> Look(jin::Clock::time_point, jin::Clock::duration) override { return {}; }
   std::vector<jin::Failure> TakeFailures() override { return {}; }
   uint64_t Calls() override { return calls; }
-  void FailAll(const std::string&) override {}
 
   std::atomic<uint64_t> calls = 0;
 

@@ -4,14 +4,16 @@
 //
 //   peer_test VARIANT [ranks] [calls] [patience]
 //   peer_test stop
+//   peer_test unknown
 //   peer_test timer
 //
 // Each rank has two threads, which arrive at call sites in an order of their own and after random
 // times. One makes ring shifts of random distances, with packets of 4, 8 and 16 bytes, the other
 // makes plain stores around a barrier; both also make sums. Variants other than "sound" break the
 // protocol on purpose: "one_half" and "never_cleared". stop: a rank does not come, so the
-// call of the others fails, but not before its body has ended. Exit status 0: everything is right;
-// 1: something is wrong, and a line says what.
+// call of the others fails, but not before its body has ended. unknown: the same, and the body
+// names a rank that does not exist. Exit status 0: everything is right; 1: something is wrong, and
+// a line says what.
 #include "jax_intranode/include/jax_intranode/peer.h"
 
 #include <algorithm>
@@ -270,6 +272,34 @@ int RunStop() {
   return wrong != 0;
 }
 
+// Rank 1 does not come, and rank 0's body says that it waits for a rank that the group does not
+// have.
+int RunUnknown() {
+  for (const int named : {2, 7, -1, INT32_MIN, INT32_MAX}) {
+    World world(2, std::chrono::milliseconds(300));
+    jin::TestMonitor monitor({world.group_of[0]}, std::chrono::milliseconds(100));
+    Counter counter;
+    const auto ticket = world.group_of[0]->Arrive(
+        0, 1, std::make_shared<jin::HostBody>("shift", [named](peer::HostWait* wait) {
+          peer::HostThread t(wait);
+          while (t.Wait(named)) {
+          }
+        }));
+    world.group_of[0]->KeepMoving();
+    ticket->Then([&](const std::string& error) { counter.Add(error); });
+    const std::string error = counter.Await(1);
+    const std::vector<std::string> warnings = monitor.TakeWarnings();
+    const std::string who = "an unknown rank, whose data has not arrived";
+    if (error.find("rank 0 (device 10) waited for " + who) == std::string::npos ||
+        warnings.empty() || warnings[0].find("waits for " + who) == std::string::npos) {
+      printf("wrong error: %s\n", error.c_str());
+      return 1;
+    }
+  }
+  printf("unknown: wrong 0\n");
+  return 0;
+}
+
 // A wait on a GPU, polled every microsecond: nanoseconds that the timer has seen when it ends.
 uint64_t TimedWait(peer::WaitTimer& timer, uint64_t* now, uint64_t polls) {
   uint64_t waited = 0;
@@ -301,6 +331,7 @@ int main(int argc, char** argv) {
   if (argc > 3) calls = atoi(argv[3]);
   if (argc > 4) patience = std::chrono::seconds(atoi(argv[4]));
   if (variant == "stop") return RunStop();
+  if (variant == "unknown") return RunUnknown();
   if (variant == "timer") return RunTimer();
   if (variant != "sound" && variant != "one_half" && variant != "never_cleared") {
     printf("unknown variant\n");

@@ -25,6 +25,20 @@ PROGRAMS = {
         "tests/native/failed_launch_test.cc",
         "xla_ffi/ffi/collectives_cuda.cc",
     ],
+    "gpu_monitor_test": [
+        "tests/native/gpu_monitor_test.cc",
+        "xla_ffi/health/monitor.cc",
+        "xla_ffi/health/peer_socket.cc",
+    ],
+    "handler_input_fuzz": [
+        "tests/native/handler_input_fuzz.cc",
+        "xla_ffi/ffi/collectives_host.cc",
+        "xla_ffi/ffi/communicator_host.cc",
+        "xla_ffi/host/engine.cc",
+        "xla_ffi/host/host_group.cc",
+        "xla_ffi/host/host_group_report.cc",
+        "xla_ffi/host/progress.cc",
+    ],
     "peer_input_fuzz": ["tests/native/peer_input_fuzz.cc"],
     "monitor_test": [
         "tests/native/monitor_test.cc",
@@ -42,7 +56,18 @@ PROGRAMS = {
 }
 
 # Those that also run under the sanitizers. These do not follow a model's jumps between stacks.
-SANITIZED = ["protocol_test", "host_group_test", "monitor_test", "peer_test", "peer_input_fuzz"]
+SANITIZED = [
+    "protocol_test",
+    "host_group_test",
+    "monitor_test",
+    "peer_test",
+    "gpu_monitor_test",
+    "handler_input_fuzz",
+    "peer_input_fuzz",
+]
+
+# Those that need the headers of jaxlib, which Bazel can't see.
+NEED_JAXLIB = ["failed_launch_test", "gpu_monitor_test", "handler_input_fuzz"]
 
 # What sound programs print, as patterns. {1}, {2}: their arguments; {checked}: the results of
 # ranks and rounds.
@@ -53,6 +78,8 @@ OUTPUT = {
     "fused_order_test": "done\n",
     "peer_test": "sound: ranks {1} calls {2} wrong 0\n|{0}: wrong 0\n",
     "failed_launch_test": "failed launch: OK\n",
+    "gpu_monitor_test": "done\n",
+    "handler_input_fuzz": "done\n",
     "peer_input_fuzz": "done\n",
     "monitor_test": "done\n",
     "segment_test": "done\n",
@@ -106,9 +133,12 @@ SOUND = {
     },
     "fused_order_test": {"quick": [""]},
     "peer_test": {
+        "quick": ["unknown"],
         "full": ["timer", "sound 2 300", "sound 3 200", "sound 4 200", "stop"],
     },
-    "failed_launch_test": {"quick": [""]},
+    "failed_launch_test": {"quick": ["", "captured", "unclosed"]},
+    "gpu_monitor_test": {"quick": ["2000"], "full": ["100000"]},
+    "handler_input_fuzz": {"quick": ["2000"], "full": ["20000"]},
     "peer_input_fuzz": {"full": ["300000"]},
     "monitor_test": {"quick": ["quick"], "full": [""]},
     "segment_test": {"quick": [""]},

@@ -84,26 +84,4 @@ bool NormFits(ElementType type, const NormCall& call, LaunchShape shape) {
   return power_of_2 && row_packs <= shape.threads * most_per_thread;
 }
 
-cudaError_t LoadKernels() {
-  cudaError_t error = cudaSuccess;
-  const auto load = [&](const void* kernel) {
-    cudaFuncAttributes attributes;
-    if (kernel == nullptr || error != cudaSuccess) return;
-    error = cudaFuncGetAttributes(&attributes, kernel);
-  };
-  for (ElementType type : kElementTypes) {
-    for (int size : {2, 3, 4, 8}) {
-      for (Algorithm algorithm : kAlgorithms) {
-        for (CallKind kind : {CallKind::kAligned, CallKind::kAny, CallKind::kMany}) {
-          for (bool in_segments : {false, true}) {
-            load(Kernel(algorithm, type, size, kind, in_segments));
-          }
-        }
-      }
-      for (bool aligned : {false, true}) load(NormKernel(type, size, aligned));
-    }
-  }
-  return error;
-}
-
 }  // namespace jax_intranode

@@ -8,6 +8,7 @@
 #include "../kernels/segments.h"
 #include "../kernels/two_shot.h"
 #include "device_thread.h"
+#include "launch.h"
 
 namespace jax_intranode {
 namespace {
@@ -29,7 +30,7 @@ __global__ void __launch_bounds__(kMaxThreads)
 template <template <class, int, class> class Body, Algorithm algorithm, class Type, int N,
           class Call>
 const void* Address() {
-  return reinterpret_cast<const void*>(&jax_intranode_kernel<Body, algorithm, Type, N, Call>);
+  return kListed<&jax_intranode_kernel<Body, algorithm, Type, N, Call>>;
 }
 
 // Calls in segments have kernels of their own, so that operations of one epoch have no loop around

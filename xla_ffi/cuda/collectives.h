@@ -59,8 +59,4 @@ cudaError_t LaunchNorm(ElementType type, const DeviceGroup& group, const NormCal
 // Whether blocks of this shape can work on rows of this length.
 bool NormFits(ElementType type, const NormCall& call, LaunchShape shape);
 
-// Loads every kernel onto the current device. Loading may wait for what runs on the GPU, so it must
-// not happen while a peer's kernel waits for ours.
-cudaError_t LoadKernels();
-
 }  // namespace jax_intranode

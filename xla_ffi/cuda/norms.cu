@@ -2,6 +2,7 @@
 // launch. A block works on one row after another.
 #include "../kernels/norm_protocol.h"
 #include "device_thread.h"
+#include "launch.h"
 
 namespace jax_intranode {
 namespace {
@@ -70,9 +71,9 @@ __global__ void __launch_bounds__(kMaxThreads)
 // World size 2 has a kernel of its own; the others share one, because each costs build time.
 template <class Type>
 const void* KernelOf(int size, bool aligned) {
-  if (!aligned) return reinterpret_cast<const void*>(&jax_intranode_norm<Type, 0, false>);
-  return size == 2 ? reinterpret_cast<const void*>(&jax_intranode_norm<Type, 2, true>)
-                   : reinterpret_cast<const void*>(&jax_intranode_norm<Type, 0, true>);
+  if (!aligned) return kListed<&jax_intranode_norm<Type, 0, false>>;
+  return size == 2 ? kListed<&jax_intranode_norm<Type, 2, true>>
+                   : kListed<&jax_intranode_norm<Type, 0, true>>;
 }
 
 }  // namespace

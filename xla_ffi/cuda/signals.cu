@@ -1,7 +1,6 @@
-#include <vector>
-
 #include "../kernels/types.h"
 #include "device_thread.h"
+#include "launch.h"
 #include "signals.h"
 
 namespace jax_intranode {
@@ -99,10 +98,10 @@ __global__ void __launch_bounds__(512)
 
 template <class Type>
 const void* SumKernelOf(int size) {
-  if (size == 2) return reinterpret_cast<const void*>(&jax_intranode_sum_partials<Type, 2>);
-  if (size == 4) return reinterpret_cast<const void*>(&jax_intranode_sum_partials<Type, 4>);
-  if (size == 8) return reinterpret_cast<const void*>(&jax_intranode_sum_partials<Type, 8>);
-  return reinterpret_cast<const void*>(&jax_intranode_sum_partials<Type, 0>);
+  if (size == 2) return kListed<&jax_intranode_sum_partials<Type, 2>>;
+  if (size == 4) return kListed<&jax_intranode_sum_partials<Type, 4>>;
+  if (size == 8) return kListed<&jax_intranode_sum_partials<Type, 8>>;
+  return kListed<&jax_intranode_sum_partials<Type, 0>>;
 }
 
 const void* SumKernel(ElementType type, int size) {
@@ -113,28 +112,24 @@ const void* SumKernel(ElementType type, int size) {
 
 cudaError_t OpenRing(const DeviceGroup& group, Algorithm algorithm, RingHeader* ring,
                      const Words& words, cudaStream_t stream) {
-  jax_intranode_open<<<1, kMaxSlots, 0, stream>>>(group, algorithm, ring,
-                                                  SignalsOf(group, group.rank), words);
-  return cudaGetLastError();
+  return Launch<&jax_intranode_open>(1, kMaxSlots, stream, group, algorithm, ring,
+                                     SignalsOf(group, group.rank), words);
 }
 
 cudaError_t Post(const Words& words, cudaStream_t stream) {
-  jax_intranode_post<<<1, kMaxSlots, 0, stream>>>(words);
-  return cudaGetLastError();
+  return Launch<&jax_intranode_post>(1, kMaxSlots, stream, words);
 }
 
 cudaError_t PostAndAwait(const DeviceGroup& group, Algorithm algorithm, const Words& posted,
                          const Words& awaited, cudaStream_t stream) {
   const bool few = posted.count <= 32 && awaited.count <= 32;
-  jax_intranode_post_and_await<<<1, few ? 32 : kMaxSlots, 0, stream>>>(group, algorithm, posted,
-                                                                       awaited);
-  return cudaGetLastError();
+  return Launch<&jax_intranode_post_and_await>(1, few ? 32 : kMaxSlots, stream, group, algorithm,
+                                               posted, awaited);
 }
 
 cudaError_t CloseRing(const DeviceGroup& group, Algorithm algorithm, RingHeader* ring,
                       cudaStream_t stream) {
-  jax_intranode_close<<<1, 32, 0, stream>>>(group, algorithm, ring);
-  return cudaGetLastError();
+  return Launch<&jax_intranode_close>(1, 32, stream, group, algorithm, ring);
 }
 
 cudaError_t SumPartials(ElementType type, const Partials& partials, int size, void* sum,
@@ -142,24 +137,6 @@ cudaError_t SumPartials(ElementType type, const Partials& partials, int size, vo
   Pack* to = static_cast<Pack*>(sum);
   void* arguments[] = {const_cast<Partials*>(&partials), &size, &to, &packs};
   return cudaLaunchKernel(SumKernel(type, size), dim3(kSumBlocks), dim3(512), arguments, 0, stream);
-}
-
-cudaError_t LoadSignalKernels() {
-  const auto address = [](auto* kernel) { return reinterpret_cast<const void*>(kernel); };
-  std::vector<const void*> kernels{address(&jax_intranode_open), address(&jax_intranode_post),
-                                   address(&jax_intranode_post_and_await),
-                                   address(&jax_intranode_close)};
-  for (const int size : {2, 3, 4, 8}) {
-    for (const ElementType type : {ElementType::kBF16, ElementType::kF16}) {
-      kernels.push_back(SumKernel(type, size));
-    }
-  }
-  for (const void* kernel : kernels) {
-    cudaFuncAttributes attributes;
-    const cudaError_t error = cudaFuncGetAttributes(&attributes, kernel);
-    if (error != cudaSuccess) return error;
-  }
-  return cudaSuccess;
 }
 
 }  // namespace jax_intranode

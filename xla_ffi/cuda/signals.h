@@ -81,7 +81,4 @@ struct Partials {
 cudaError_t SumPartials(ElementType type, const Partials& partials, int size, void* sum,
                         size_t packs, cudaStream_t stream);
 
-// Loads the kernels of this file onto the current device.
-cudaError_t LoadSignalKernels();
-
 }  // namespace jax_intranode

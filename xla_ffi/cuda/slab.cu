@@ -2,6 +2,7 @@
 #include <stdexcept>
 
 #include "../kernels/memory.h"
+#include "launch.h"
 #include "owned.h"
 #include "slab.h"
 
@@ -28,8 +29,9 @@ const ContextFunctions& Contexts() {
 class Stream {
  public:
   cudaStream_t get() const { return stream_.get(); }
-  void Synchronize(const std::string& what) {
-    ThrowIfError(cudaGetLastError(), what);
+  // `enqueued`: the status of what was enqueued.
+  void Synchronize(cudaError_t enqueued, const std::string& what) {
+    ThrowIfError(enqueued, what);
     ThrowIfError(cudaStreamSynchronize(get()), what);
   }
 
@@ -107,6 +109,7 @@ Slab::~Slab() {
     // Returns when no kernel of the device can use the memory or the records any more.
     opened_ ? cudaIpcCloseMemHandle(address_) : cudaFree(address_);
     if (records_ != nullptr) cudaFreeHost(records_);
+    cudaGetLastError();  // so that no later call reports it
   } catch (const std::runtime_error&) {
     // At exit CUDA may already have shut down. Then there is nothing to free.
   }
@@ -133,34 +136,32 @@ void EnablePeerAccess(int device, int peer) {
 void Fill(int device, uintptr_t address, int value, size_t bytes) {
   CurrentDevice current(device);
   Stream stream;
-  ThrowIfError(cudaMemsetAsync(reinterpret_cast<void*>(address), value, bytes, stream.get()),
-               "clearing a slab");
-  stream.Synchronize("clearing a slab");
+  stream.Synchronize(cudaMemsetAsync(reinterpret_cast<void*>(address), value, bytes, stream.get()),
+                     "clearing a slab");
 }
 
 void ReadBytes(int device, uintptr_t address, char* to, size_t bytes) {
   CurrentDevice current(device);
   Stream stream;
-  ThrowIfError(cudaMemcpyAsync(to, reinterpret_cast<void*>(address), bytes, cudaMemcpyDeviceToHost,
-                               stream.get()),
-               "reading a peer buffer");
-  stream.Synchronize("reading a peer buffer");
+  stream.Synchronize(cudaMemcpyAsync(to, reinterpret_cast<void*>(address), bytes,
+                                     cudaMemcpyDeviceToHost, stream.get()),
+                     "reading a peer buffer");
 }
 
 void WriteBytes(int device, uintptr_t address, const char* from, size_t bytes) {
   CurrentDevice current(device);
   Stream stream;
-  ThrowIfError(cudaMemcpyAsync(reinterpret_cast<void*>(address), from, bytes,
-                               cudaMemcpyHostToDevice, stream.get()),
-               "writing to a peer buffer");
-  stream.Synchronize("writing to a peer buffer");
+  stream.Synchronize(cudaMemcpyAsync(reinterpret_cast<void*>(address), from, bytes,
+                                     cudaMemcpyHostToDevice, stream.get()),
+                     "writing to a peer buffer");
 }
 
 void WriteWord(int device, uintptr_t address, uint32_t value) {
   CurrentDevice current(device);
   Stream stream;
-  jax_intranode_write_word<<<1, 1, 0, stream.get()>>>(reinterpret_cast<uint32_t*>(address), value);
-  stream.Synchronize("writing to a peer's slab");
+  stream.Synchronize(Launch<&jax_intranode_write_word>(1, 1, stream.get(),
+                                                       reinterpret_cast<uint32_t*>(address), value),
+                     "writing to a peer's slab");
 }
 
 uint32_t ReadWord(int device, uintptr_t address) {
@@ -169,8 +170,9 @@ uint32_t ReadWord(int device, uintptr_t address) {
   uint32_t* result = nullptr;
   ThrowIfError(cudaMallocHost(&result, sizeof(*result)), "allocating host memory");
   const std::unique_ptr<uint32_t, cudaError_t (*)(void*)> owner(result, cudaFreeHost);
-  jax_intranode_read_word<<<1, 1, 0, stream.get()>>>(reinterpret_cast<uint32_t*>(address), result);
-  stream.Synchronize("reading a peer's slab");
+  stream.Synchronize(Launch<&jax_intranode_read_word>(1, 1, stream.get(),
+                                                      reinterpret_cast<uint32_t*>(address), result),
+                     "reading a peer's slab");
   return *result;
 }
 

@@ -25,8 +25,8 @@ namespace {
 
 // A digest of what the ranks must agree on. Never 0.
 uint64_t DigestOf(const MatmulCall& call, const MatmulPlan& plan) {
-  uint64_t digest = 0xCBF29CE484222325;  // FNV-1a
-  const auto add = [&](uint64_t value) { digest = (digest ^ value) * 0x100000001B3; };
+  uint64_t digest = Fnv1a("");
+  const auto add = [&](uint64_t value) { digest = FnvStep(digest, value); };
   for (const uint64_t value :
        {static_cast<uint64_t>(call.type), static_cast<uint64_t>(call.transposed),
         static_cast<uint64_t>(call.outer), static_cast<uint64_t>(call.rows),
@@ -299,12 +299,14 @@ ffi::Error WithCall(MatmulDeviceSite* site, int32_t device, ffi::RemainingArgs a
   return ffi::Error::Success();
 }
 
-// Called at every execution. Only the first call of a site does something.
-ffi::Error Initialize(int32_t device, MatmulDeviceSite* site, ffi::RemainingArgs args,
-                      ffi::RemainingRets rets, ffi::Dictionary) {
-  return WithCall(
+// Called at every execution. Only the first call of a site does something. After an error there is
+// no execution on this rank.
+ffi::Error Initialize(cudaStream_t stream, int32_t device, MatmulDeviceSite* site,
+                      ffi::RemainingArgs args, ffi::RemainingRets rets, ffi::Dictionary) {
+  ffi::Error error = WithCall(
       site, device, args, rets,
       [&](const MatmulMember& member, const MatmulCall& call) { site->Prepare(member, call); });
+  return Launched(*site->communicator, device, stream, std::move(error));
 }
 
 // Called eagerly, or while XLA captures a graph, or not at all when a graph is replayed.
@@ -326,7 +328,8 @@ XLA_FFI_Error* CudaCollectiveMatmulInstantiate(XLA_FFI_CallFrame* frame) {
 
 XLA_FFI_Error* CudaCollectiveMatmulInitialize(XLA_FFI_CallFrame* frame) {
   static auto* const handler =
-      BindCall<MatmulDeviceSite>(ffi::Ffi::Bind<ffi::ExecutionStage::kInitialize>())
+      BindCall<MatmulDeviceSite>(ffi::Ffi::Bind<ffi::ExecutionStage::kInitialize>()
+                                     .Ctx<ffi::PlatformStream<cudaStream_t>>())
           .To(Initialize)
           .release();
   return handler->Call(frame);

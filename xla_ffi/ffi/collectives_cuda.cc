@@ -5,6 +5,7 @@
 
 #include "../health/call_sites.h"
 #include "operands.h"
+#include "platform_cuda.h"
 #include "site.h"
 
 namespace jax_intranode {
@@ -109,6 +110,20 @@ ffi::Error ExecuteBeside(cudaStream_t stream, int32_t device, DeviceSite* site,
   return Launched(communicator, device, stream, launch());
 }
 
+// Closes memory after what was launched before. While XLA captures the stream, its work becomes a
+// part of a graph, which XLA drops after an error: then on another stream.
+cudaError_t Close(uint32_t* closed, int32_t device, cudaStream_t stream) {
+  cudaStreamCaptureStatus capture;
+  cudaError_t status = cudaStreamIsCapturing(stream, &capture);
+  if (status == cudaSuccess) {
+    const bool captures = capture != cudaStreamCaptureStatusNone;
+    status = cudaMemsetAsync(closed, 1, sizeof(*closed),
+                             captures ? LaunchOrderOf(device).closing : stream);
+  }
+  cudaGetLastError();  // so that no later call reports it again
+  return status;
+}
+
 }  // namespace
 
 std::atomic<uint64_t> device_handler_calls{0};
@@ -126,18 +141,17 @@ ffi::Error CheckUsable(DeviceCommunicator& communicator, int32_t device) {
 }
 
 ffi::Error Launched(DeviceCommunicator& communicator, int32_t device, cudaStream_t stream,
-                    ffi::Error error) {
-  if (error.success() || communicator.closed) return error;
-  communicator.set_failure(error.message());
-  for (const auto& [other, member] : communicator.members) {
-    static_cast<volatile FailureRecord*>(member.group.failure)->abort = 1;
-    if (member.beside) static_cast<volatile FailureRecord*>(member.beside->failure)->abort = 1;
-    if (other != device) continue;
-    uint32_t* const closed = &member.group.Header()->closed;
-    cudaMemsetAsync(closed, 1, sizeof(*closed), stream);  // after what was launched before
-    cudaGetLastError();
-  }
-  return error;
+                    ffi::Error error, uint32_t* of_buffer) {
+  const auto member = communicator.members.find(device);
+  if (error.success() || communicator.closed || member == communicator.members.end()) return error;
+  communicator.set_failure(device, error.message());
+  CudaPlatform::Get().Apply();
+  cudaError_t status = Close(&member->second.group.Header()->closed, device, stream);
+  if (status == cudaSuccess && of_buffer != nullptr) status = Close(of_buffer, device, stream);
+  if (status == cudaSuccess) return error;
+  return ffi::Error::Internal(error.message() +
+                              " Its memory can't be closed, so replayed graphs may go wrong: " +
+                              cudaGetErrorString(status));
 }
 
 XLA_FFI_Error* CudaCollectiveInstantiate(XLA_FFI_CallFrame* frame) {

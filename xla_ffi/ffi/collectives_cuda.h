@@ -15,11 +15,12 @@ extern std::atomic<uint64_t> device_handler_calls;
 ::xla::ffi::Error CheckUsable(DeviceCommunicator& communicator, int32_t device);
 
 // What a handler returns. After an error the rank has not made this call, but its peers may have,
-// so its next one would take their data of this one. Hence no later call of the communicator runs:
-// handlers refuse it; what waits on the devices of this process ends; and what is replayed on this
-// device, where no handler is called, finds its region closed.
+// so its next one would take their data of this one. Hence no later call of the device's group
+// runs: handlers refuse it; what waits on the devices of this process ends; and what is replayed on
+// this device, where no handler is called, finds its region closed, and the peer buffer whose word
+// `of_buffer` is.
 ::xla::ffi::Error Launched(DeviceCommunicator& communicator, int32_t device, cudaStream_t stream,
-                           ::xla::ffi::Error error);
+                           ::xla::ffi::Error error, uint32_t* of_buffer = nullptr);
 
 XLA_FFI_Error* CudaCollectiveInstantiate(XLA_FFI_CallFrame* frame);
 XLA_FFI_Error* CudaCollective(XLA_FFI_CallFrame* frame);

@@ -4,6 +4,7 @@
 #include <string>
 #include <thread>
 
+#include "../../jax_intranode/include/jax_intranode/peer_ffi.h"
 #include "../health/call_sites.h"
 #include "operands.h"
 #include "site.h"
@@ -34,13 +35,6 @@ struct HostSite : CollectiveSite<HostCommunicator> {
   }
 };
 
-ffi::Future Failed(ffi::Error error) {
-  ffi::Promise promise;
-  ffi::Future future(promise);
-  promise.SetError(std::move(error));
-  return future;
-}
-
 // Polls for a while; then the future is what the program waits for.
 ffi::Future Finish(HostGroup& group, const std::shared_ptr<Ticket>& ticket) {
   const auto start = std::chrono::steady_clock::now();
@@ -64,9 +58,9 @@ ffi::Future Execute(int32_t device, HostSite* site, ffi::RemainingArgs xs, ffi::
   host_handler_calls.fetch_add(1, std::memory_order_relaxed);
   const auto member = site->communicator->members.find(device);
   if (member == site->communicator->members.end()) {
-    return Failed(ffi::Error::Internal("jax_intranode: a collective ran on device " +
-                                       std::to_string(device) +
-                                       ", which is in none of its groups."));
+    return v1::Failed(ffi::Error::Internal("jax_intranode: a collective ran on device " +
+                                           std::to_string(device) +
+                                           ", which is in none of its groups."));
   }
   HostGroup& group = *member->second.group;
   std::shared_ptr<Ticket> last;
@@ -77,7 +71,7 @@ ffi::Future Execute(int32_t device, HostSite* site, ffi::RemainingArgs xs, ffi::
                             {site->algorithm, type, site->segments, site->name}, call);
         return ffi::Error::Success();
       });
-  return error.failure() ? Failed(std::move(error)) : Finish(group, last);
+  return error.failure() ? v1::Failed(std::move(error)) : Finish(group, last);
 }
 
 }  // namespace

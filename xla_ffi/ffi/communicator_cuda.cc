@@ -63,9 +63,10 @@ void CreateDeviceCommunicator(const Partition& partition, const std::vector<Grou
     group.failure = new (reinterpret_cast<void*>(member.record)) FailureRecord{};
     communicator->members[static_cast<int32_t>(member.device)] = {
         group, DeviceIdsOf(partition, member.group)};
+    LaunchOrderOf(static_cast<int>(member.device));
   }
   CudaPlatform::Get().AddNew(
-      [&] { Registry<DeviceCommunicator>::Get().Add(partition, std::move(communicator)); });
+      [&] { return Registry<DeviceCommunicator>::Get().Add(partition, std::move(communicator)); });
 }
 
 void AddRings(const Partition& partition,
@@ -88,6 +89,8 @@ LaunchOrder& LaunchOrderOf(int device) {
   LaunchOrder& order = (*orders)[device];
   if (order.launched == nullptr) {
     const CurrentDevice current(device);
+    ThrowIfError(cudaStreamCreateWithFlags(&order.closing, cudaStreamNonBlocking),
+                 "creating a stream");
     ThrowIfError(cudaEventCreateWithFlags(&order.launched, cudaEventDisableTiming),
                  "creating an event");
   }
@@ -98,7 +101,6 @@ void AddBeside(const Partition& partition, const std::vector<RegionBeside>& regi
   const auto communicator = Registry<DeviceCommunicator>::Get().Find(partition);
   if (!communicator) throw std::invalid_argument("jax_intranode: a region without a communicator");
   for (const auto& [device, addresses, record] : regions) {
-    LaunchOrderOf(static_cast<int>(device));
     DeviceCommunicator::Member& member = communicator->members.at(static_cast<int32_t>(device));
     DeviceGroup group = member.group;
     CopyAddresses({.addresses = addresses}, partition.second, group.region);
@@ -106,15 +108,16 @@ void AddBeside(const Partition& partition, const std::vector<RegionBeside>& regi
     CudaPlatform::Get().AddNew([&] {
       std::lock_guard lock(operations_mutex);  // another thread may count
       member.beside = group;
+      return nullptr;
     });
   }
 }
 
 void SynchronizeDevices() {
   std::set<int> devices;
-  for (const auto& [partition, communicator] : Registry<DeviceCommunicator>::Get().Alive()) {
-    for (const auto& [device, member] : communicator->members) devices.insert(device);
-  }
+  Registry<DeviceCommunicator>::Get().ForEachAlive([&](auto&, const auto& communicator) {
+    for (const auto& [device, member] : communicator.members) devices.insert(device);
+  });
   for (const int device : devices) Synchronize(device);
 }
 

@@ -29,7 +29,8 @@ namespace jax_intranode {
 // docs/how_it_works.md, "Beside other work".
 struct LaunchOrder {
   cudaEvent_t launched = nullptr;
-  std::mutex mutex;  // from the wait for the event to its next record
+  cudaStream_t closing = nullptr;  // on which memory is closed while XLA captures
+  std::mutex mutex;                // from the wait for the event to its next record
 };
 
 // That of a CUDA device. It lasts as long as the process.
@@ -42,6 +43,11 @@ struct DeviceCommunicator {
     std::vector<int64_t> device_ids;       // of the group
     std::optional<MatmulMember> matmul{};  // if it has rings
     std::optional<DeviceGroup> beside{};   // if it has a region for calls beside other work
+    // Why calls of the group can't run: for good, or because a peer has left. `mutex` guards them.
+    std::string failed{}, left{};
+    bool refused = false;  // because a peer has left
+
+    const std::string& failure() const { return failed.empty() ? left : failed; }
   };
   std::map<int32_t, Member> members;  // by CUDA device ordinal
   std::shared_ptr<void> memory;       // owns what the groups point to
@@ -52,32 +58,34 @@ struct DeviceCommunicator {
   // left has no kernel that could write a record, so it is noted here.
   std::string Refuse(int32_t device) {
     std::lock_guard lock(mutex);
-    if (failure_message.empty() && !left_message.empty()) refused = {device, left_message};
-    return failure_message.empty() ? left_message : failure_message;
+    Member& member = members.at(device);
+    if (member.failed.empty() && !member.left.empty()) member.refused = true;
+    return member.failure();
   }
-  std::string failure() const {
+  std::string failure(int32_t device) const {
     std::lock_guard lock(mutex);
-    return failure_message.empty() ? left_message : failure_message;
+    return members.at(device).failure();
   }
-  // The last call that was refused because a peer has left, once.
-  std::optional<std::pair<int32_t, std::string>> TakeRefused() {
+  // Why a call on a device was refused, once; empty if none was.
+  std::string TakeRefused(int32_t device) {
     std::lock_guard lock(mutex);
-    return std::exchange(refused, std::nullopt);
+    Member& member = members.at(device);
+    return std::exchange(member.refused, false) ? member.left : "";
   }
-  // No call runs any more, for good.
-  void set_failure(const std::string& message) {
+  // No call of the device's group runs any more, for good. Other groups go on.
+  void set_failure(int32_t device, const std::string& message) {
     std::lock_guard lock(mutex);
-    if (failure_message.empty()) failure_message = message;
+    for (auto& [other, member] : members) {
+      if (member.device_ids != members.at(device).device_ids) continue;
+      if (member.failed.empty()) member.failed = message;
+    }
   }
-  void set_left(const std::string& message) {
+  void set_left(int32_t device, const std::string& message) {
     std::lock_guard lock(mutex);
-    left_message = message;
+    members.at(device).left = message;
   }
 
   mutable std::mutex mutex;
-  std::string failure_message;
-  std::string left_message;
-  std::optional<std::pair<int32_t, std::string>> refused;  // CUDA device, message
   // By region: the last count that was read, and the number of operations until then.
   std::map<const RegionHeader*, std::pair<uint32_t, uint64_t>> counted;
 };

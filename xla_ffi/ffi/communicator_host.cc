@@ -2,31 +2,12 @@
 
 #include <algorithm>
 #include <chrono>
-#include <mutex>
-#include <set>
 #include <utility>
 
 #include "platform_host.h"
 #include "site.h"
 
 namespace jax_intranode {
-namespace {
-
-// Guards the count: an operation counts either for its communicator or as past.
-std::mutex operations_mutex;
-uint64_t past_operations = 0;  // of closed communicators
-
-uint64_t OperationsNow() {
-  uint64_t total = 0;
-  for (const auto& [partition, communicator] : Registry<HostCommunicator>::Get().All()) {
-    std::set<HostGroup*> groups;
-    for (const auto& [device, member] : communicator->members) groups.insert(member.group.get());
-    for (HostGroup* group : groups) total += group->operations();
-  }
-  return total;
-}
-
-}  // namespace
 
 void CreateHostCommunicator(const Partition& partition, const std::vector<GroupMember>& members,
                             size_t epoch_buffer_bytes, double timeout_s,
@@ -51,17 +32,10 @@ void CreateHostCommunicator(const Partition& partition, const std::vector<GroupM
   HostPlatform::Get().Add(partition, std::move(communicator));
 }
 
-uint64_t HostOperations() {
-  std::lock_guard lock(operations_mutex);
-  return past_operations + OperationsNow();
-}
-
 void CloseHostCommunicators() {
-  std::lock_guard lock(operations_mutex);
   for (const auto& [partition, communicator] : Registry<HostCommunicator>::Get().All()) {
     for (const auto& [device, member] : communicator->members) member.group->Fail(kShutDown);
   }
-  past_operations += OperationsNow();
   Registry<HostCommunicator>::Get().Clear();
 }
 

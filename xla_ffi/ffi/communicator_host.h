@@ -26,9 +26,6 @@ void CreateHostCommunicator(const Partition& partition, const std::vector<GroupM
                             size_t epoch_buffer_bytes, double timeout_s,
                             std::shared_ptr<void> memory, const std::vector<LinksOfGroup>& links);
 
-// Operations that the devices of this process have executed.
-uint64_t HostOperations();
-
 // Ends all communicators.
 void CloseHostCommunicators();
 

@@ -29,10 +29,11 @@ inline std::vector<int64_t> DeviceIdsOf(const Partition& partition, int64_t grou
 
 // The addresses of the ranks' memory.
 inline void CopyAddresses(const GroupMember& member, int64_t size, char* (&to)[kMaxRanks]) {
-  if (size > kMaxRanks || member.addresses.size() != static_cast<size_t>(size)) {
-    throw std::invalid_argument("jax_intranode: a group of " + std::to_string(size) +
-                                " ranks with " + std::to_string(member.addresses.size()) +
-                                " addresses");
+  if (size < 1 || size > kMaxRanks || member.addresses.size() != static_cast<size_t>(size) ||
+      member.rank < 0 || member.rank >= size) {
+    throw std::invalid_argument("jax_intranode: rank " + std::to_string(member.rank) +
+                                " of a group of " + std::to_string(size) + " ranks with " +
+                                std::to_string(member.addresses.size()) + " addresses");
   }
   for (int64_t r = 0; r < size; ++r) to[r] = reinterpret_cast<char*>(member.addresses[r]);
 }

@@ -89,18 +89,24 @@ inline ffi::Error CollectBuffers(Algorithm algorithm, uint32_t segments, int siz
           "; all operands must have one type that the operation supports, and results the same.");
     }
     const size_t in = InputShards(algorithm, size), out = OutputShards(algorithm, size);
-    if (x.element_count() * out != y.element_count() * in) {
+    if (x.element_count() * out != y.element_count() * in || x.element_count() % in != 0) {
       return ffi::Error::InvalidArgument(
           "jax_intranode: operand " + std::to_string(i) + " of " + name + " has " +
           std::to_string(x.element_count()) + " elements, its result " +
           std::to_string(y.element_count()) + "; a group of " + std::to_string(size) +
-          " ranks needs them as " + std::to_string(in) + " to " + std::to_string(out) + ".");
+          " ranks needs them as " + std::to_string(in) + " to " + std::to_string(out) +
+          ", without a remainder.");
     }
     *type = *found;
     packs += PacksOf(x.size_bytes() / in);
     buffers->Append({x.untyped_data(), y.untyped_data(), x.size_bytes() / in});
   }
   if (packs == 0) return ffi::Error::InvalidArgument("jax_intranode: " + name + " of no elements.");
+  if (xs.size() > 1 && packs > kMaxPacks) {
+    return ffi::Error::InvalidArgument("jax_intranode: " + name + " of " + std::to_string(packs) +
+                                       " packs of 16 bytes in many operands; it takes " +
+                                       std::to_string(kMaxPacks) + ".");
+  }
   const size_t needed = EpochBufferBytesNeeded(algorithm, *type, packs, size, segments);
   if (needed > epoch_buffer_bytes) {
     return ffi::Error::InvalidArgument(

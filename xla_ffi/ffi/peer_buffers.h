@@ -52,6 +52,7 @@ std::shared_ptr<PeerBuffer<Communicator>> MakePeerBuffer(const std::string& name
     throw std::invalid_argument("jax_intranode: a peer buffer without a communicator");
   }
   for (const GroupMember& member : members) {
+    buffer->communicator->members.at(member.device);  // throws if it is in none of the groups
     v1::Peers& peers = buffer->members[member.device];
     CopyAddresses(member, partition.second, peers.memory);
     peers.bytes = bytes;

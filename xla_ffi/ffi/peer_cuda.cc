@@ -62,16 +62,10 @@ const char* Find(const void* xla, void* context, int32_t device, void** call, v1
 
 void Failed(void* call, int32_t device, void* stream_of_call, const char* error) {
   const DevicePeerBuffer& buffer = *static_cast<DevicePeerSite*>(call)->buffer;
-  const auto stream = static_cast<cudaStream_t>(stream_of_call);
-  if (buffer.closed || !buffer.members.contains(device)) return;
-  Launched(*buffer.communicator, device, stream, ffi::Error::Internal(error));
-  for (const auto& [member, peers] : buffer.members) {
-    static_cast<volatile v1::PeerRecord*>(peers.record)->abort = 1;
-    if (member != device) continue;
-    uint32_t* const closed = &v1::Header(peers, peers.rank)->closed;
-    cudaMemsetAsync(closed, 1, sizeof(*closed), stream);
-    cudaGetLastError();
-  }
+  const auto member = buffer.members.find(device);
+  if (buffer.closed || member == buffer.members.end()) return;
+  Launched(*buffer.communicator, device, static_cast<cudaStream_t>(stream_of_call),
+           ffi::Error::Internal(error), &v1::Header(member->second, member->second.rank)->closed);
 }
 
 }  // namespace

@@ -28,12 +28,18 @@ class CudaPlatform final : public Platform {
     return *platform;
   }
 
-  // Something is new: a communicator, or a peer buffer.
+  // Something is new: a communicator, a region or a peer buffer. `add` returns what it replaces.
   template <class Add>
   void AddNew(const Add& add) {
+    std::shared_ptr<void> replaced;  // freed without the lock
     std::lock_guard lock(mutex_);
-    add();
-    Apply();
+    replaced = add();
+    ApplyLocked();
+  }
+
+  // Makes the kernels of groups that have failed give up.
+  void Apply() {
+    AddNew([] { return nullptr; });
   }
 
   bool OnGpu() const override { return true; }
@@ -41,7 +47,7 @@ class CudaPlatform final : public Platform {
   void SetAbsent(const AbsentDevices& absent) override {
     std::lock_guard lock(mutex_);
     absent_ = absent;
-    Apply();
+    ApplyLocked();
   }
 
   // A kernel that has waited for a second writes that again and again, while it waits.
@@ -49,46 +55,47 @@ class CudaPlatform final : public Platform {
     std::lock_guard lock(mutex_);
     std::vector<Wait> waits;
     std::map<const volatile v1::PeerRecord*, Seen> seen;
-    for (const Place& place : Places()) {
+    ForEachPlace([&](const Place& place) {
       const uint64_t word = place.record->wait;
       const auto known = seen_.find(place.record);
       const bool is_new = known == seen_.end() || known->second.word != word;
       const Clock::time_point changed = is_new ? now : known->second.changed;
       seen[place.record] = {word, changed};
       const LongWait kernel = UnpackWait(word);
-      if (word == 0 || now - changed > kOver ||
-          static_cast<size_t>(kernel.missing) >= place.call.device_ids.size()) {
-        continue;
-      }
+      if (word == 0 || now - changed > kOver) return;
       Wait& wait = waits.emplace_back(Wait{CallAt(place, kernel.missing, kernel.site)});
       wait.present = 1u << place.call.rank;
       wait.waited = std::chrono::duration_cast<Clock::duration>(
           std::chrono::duration<double>(kernel.seconds));
       wait.site_number = Fnv1a(wait.site);
       wait.reported = true;
-      const AbsentDevice* const absent = absent_.Find(place.call.device_ids[kernel.missing]);
+      if (wait.missing < 0) return;
+      const AbsentDevice* const absent = absent_.Find(place.call.device_ids[wait.missing]);
       if (absent && GivesUp(absent->absence(), wait.waited, now - absent->since)) {
-        place.communicator->set_failure(LostText(absent->what, true));
+        place.communicator.set_failure(place.device, LostText(absent->what, true));
       }
-    }
+    });
     seen_ = std::move(seen);
-    Apply();
+    ApplyLocked();
     return waits;
   }
 
   std::vector<Failure> TakeFailures() override {
     std::lock_guard lock(mutex_);
     std::vector<Failure> failures;
+    std::set<const volatile v1::PeerRecord*> taken;
     const auto add = [&](FailureReason reason, Call call) -> Failure& {
       failures.emplace_back(reason, std::move(call)).on_gpu = true;
       return failures.back();
     };
-    for (const Place& place : Places()) {
-      if (const auto refused = place.communicator->TakeRefused()) {
-        add(FailureReason::kPeerGone, CallAt(place, -1, 0)).message = refused->second;
+    ForEachPlace([&](const Place& place) {
+      if (std::string why = place.communicator.TakeRefused(place.device); !why.empty()) {
+        add(FailureReason::kPeerGone, CallAt(place, -1, 0)).message = std::move(why);
       }
       const auto reason = static_cast<FailureReason>(place.record->reason);
-      if (reason == FailureReason::kNone || !taken_.insert(place.record).second) continue;
+      if (reason == FailureReason::kNone) return;
+      taken.insert(place.record);
+      if (taken_.contains(place.record)) return;
       const AbsentDevice* const absent = absent_.WorstIn(place.call.device_ids);
       Failure& failure = add(reason, CallAt(place, place.record->missing, place.record->site));
       if (place.buffer.empty()) {
@@ -110,7 +117,8 @@ class CudaPlatform final : public Platform {
         failure.missing = RankOf(*absent, failure.device_ids);  // it may have waited for another
         failure.detail += ", but " + absent->what;
       }
-    }
+    });
+    taken_ = std::move(taken);
     // Those of aborted kernels come last: they don't show which wait failed first.
     std::stable_sort(failures.begin(), failures.end(), [](const Failure& a, const Failure& b) {
       return (a.reason == FailureReason::kAborted) < (b.reason == FailureReason::kAborted);
@@ -120,10 +128,14 @@ class CudaPlatform final : public Platform {
 
   uint64_t Calls() override { return device_handler_calls.load(); }
 
-  void FailAll(const std::string& message) override {
+  void LoseDevice(const Failure& failure) override {
     std::lock_guard lock(mutex_);
-    for (const Place& place : Places()) place.communicator->set_failure(message);
-    Apply();
+    const int64_t lost = failure.device_ids[failure.rank];
+    ForEachPlace([&](const Place& place) {
+      if (place.call.device_ids[place.call.rank] != lost) return;
+      place.communicator.set_failure(place.device, failure.message);
+    });
+    ApplyLocked();
   }
 
  private:
@@ -132,7 +144,8 @@ class CudaPlatform final : public Platform {
 
   // Where kernels of a device write: the record of a communicator, or that of a peer buffer.
   struct Place {
-    std::shared_ptr<DeviceCommunicator> communicator;
+    DeviceCommunicator& communicator;
+    int32_t device;                   // its CUDA ordinal
     Call call;                        // what all its calls have in common
     volatile v1::PeerRecord* record;  // of a communicator: a FailureRecord
     std::string buffer;               // the name of a peer buffer; empty for a communicator
@@ -142,9 +155,10 @@ class CudaPlatform final : public Platform {
     Clock::time_point changed;
   };
 
+  // `missing` may be any number: the kernel of a user has written it.
   static Call CallAt(const Place& place, int missing, uint32_t site) {
     Call call = place.call;
-    call.missing = missing;
+    call.missing = static_cast<size_t>(missing) < call.device_ids.size() ? missing : -1;
     call.site = CallSites::Get().SiteOf(site);
     call.shared = CallSites::Get().IsShared(call.site);
     return call;
@@ -158,50 +172,48 @@ class CudaPlatform final : public Platform {
     return static_cast<int>(found - group.begin());
   }
 
-  static std::vector<Place> Places() {
-    std::vector<Place> places;
-    const auto add = [&](const auto& communicator, int64_t device, const std::string& group,
-                         int rank, uint64_t timeout_ns, auto* record, const std::string& buffer) {
-      Place& place = places.emplace_back(Place{communicator, {}, record, buffer});
-      place.call.device_ids = communicator->members.at(device).device_ids;
-      place.call.group = Fnv1a(group);
-      place.call.rank = rank;
-      place.call.limit_s = timeout_ns / 1e9;
+  // Calls `act(place)` for all places. None of their memory is freed meanwhile (registry.h).
+  template <class Act>
+  static void ForEachPlace(const Act& act) {
+    const auto visit = [&](DeviceCommunicator& communicator, int64_t device,
+                           const std::string& name, const auto& group, v1::PeerRecord* record,
+                           const std::string& buffer) {
+      Place place{communicator, static_cast<int32_t>(device), {}, record, buffer};
+      place.call.device_ids = communicator.members.at(place.device).device_ids;
+      place.call.group = Fnv1a(name);
+      place.call.rank = group.rank;
+      place.call.limit_s = group.timeout_ns / 1e9;
+      act(place);
     };
-    for (const auto& [partition, communicator] : Registry<DeviceCommunicator>::Get().Alive()) {
+    Registry<DeviceCommunicator>::Get().ForEachAlive([&](const Partition& partition,
+                                                         DeviceCommunicator& communicator) {
       const std::string name = ToString(partition);
-      for (const auto& [device, member] : communicator->members) {
-        const DeviceGroup& group = member.group;
-        add(communicator, device, name, group.rank, group.timeout_ns, group.failure, "");
-        if (member.beside) {  // may wait for another rank than the group does
-          add(communicator, device, name + " beside", group.rank, group.timeout_ns,
-              member.beside->failure, "");
-        }
+      for (const auto& [device, member] : communicator.members) {
+        visit(communicator, device, name, member.group, member.group.failure, "");
+        if (!member.beside) continue;  // it may wait for another rank than the group does
+        visit(communicator, device, name + " beside", *member.beside, member.beside->failure, "");
       }
-    }
-    for (const auto& [name, buffer] : DevicePeerBuffers::Get().Alive()) {
-      for (const auto& [device, peers] : buffer->members) {
-        add(buffer->communicator, device, ToString(buffer->partition), peers.rank, peers.timeout_ns,
-            peers.record, name);
+    });
+    DevicePeerBuffers::Get().ForEachAlive([&](const std::string& name, DevicePeerBuffer& buffer) {
+      for (const auto& [device, peers] : buffer.members) {
+        visit(*buffer.communicator, device, ToString(buffer.partition), peers, peers.record, name);
       }
-    }
-    return places;
+    });
   }
 
-  // What follows from the set of absent devices: which communicators have failed, and where kernels
-  // that wait give up. A kernel looks at the word at most every 10 ms, and only when it waits:
-  // those that have all data end in order.
-  void Apply() {
-    const std::vector<Place> places = Places();
-    for (const Place& place : places) {
+  // What follows from the set of absent devices: which groups have failed, and where kernels that
+  // wait give up. A kernel looks at the word at most every 10 ms, and only when it waits: those
+  // that have all data end in order.
+  void ApplyLocked() {
+    ForEachPlace([&](const Place& place) {
       const AbsentDevice* const absent = absent_.WorstIn(place.call.device_ids);
       if (absent && absent->absence() == Absence::kFault) {
-        place.communicator->set_failure(LostText(absent->what, true));
+        place.communicator.set_failure(place.device, LostText(absent->what, true));
       } else if (absent && Refuses(absent->absence())) {
-        place.communicator->set_left(LostText(absent->what, true));
+        place.communicator.set_left(place.device, LostText(absent->what, true));
       }
-    }
-    for (const Place& place : places) place.record->abort = !place.communicator->failure().empty();
+      place.record->abort = !place.communicator.failure(place.device).empty();
+    });
   }
 
   std::mutex mutex_;

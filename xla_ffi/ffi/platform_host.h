@@ -51,19 +51,17 @@ class HostPlatform final : public Platform {
     return failures;
   }
   uint64_t Calls() override { return host_handler_calls.load(); }
-  void FailAll(const std::string& message) override {
-    for (const auto& [group, name] : Groups()) group->Fail(message);
-  }
 
  private:
   // All groups, with the names of their partitions.
   static std::map<std::shared_ptr<HostGroup>, uint64_t> Groups() {
     std::map<std::shared_ptr<HostGroup>, uint64_t> groups;
-    for (const auto& [partition, communicator] : Registry<HostCommunicator>::Get().Alive()) {
-      for (const auto& [device, member] : communicator->members) {
-        groups[member.group] = Fnv1a(ToString(partition));
-      }
-    }
+    Registry<HostCommunicator>::Get().ForEachAlive(
+        [&](const Partition& partition, const HostCommunicator& communicator) {
+          for (const auto& [device, member] : communicator.members) {
+            groups[member.group] = Fnv1a(ToString(partition));
+          }
+        });
     return groups;
   }
 

@@ -22,7 +22,8 @@ inline std::string ToString(const Partition& partition) {
   std::string text;
   const auto& [ids, size] = partition;
   for (size_t i = 0; i < ids.size(); ++i) {
-    text += i % size == 0 ? (i == 0 ? "(" : "), (") : ", ";
+    const bool begins = size > 0 && i % size == 0;
+    text += i == 0 ? "(" : begins ? "), (" : ", ";
     text += std::to_string(ids[i]);
   }
   return text + ")";
@@ -37,11 +38,17 @@ class Registry {
     return *registry;
   }
 
-  void Add(const Key& key, std::shared_ptr<Thing> thing) {
+  // Returns what had the key before.
+  std::shared_ptr<Thing> Add(const Key& key, std::shared_ptr<Thing> thing) {
+    Thing* const added = thing.get();
+    // Whoever drops the last reference takes the thing from the list first.
+    thing = {added, [this, owner = std::move(thing)](Thing* gone) {
+               std::lock_guard lock(mutex_);
+               std::erase_if(alive_, [&](const auto& entry) { return entry.second == gone; });
+             }};
     std::lock_guard lock(mutex_);
-    std::erase_if(added_, [](const auto& entry) { return entry.second.expired(); });
-    added_.emplace_back(key, thing);
-    open_[key] = std::move(thing);
+    alive_.emplace_back(key, added);
+    return std::exchange(open_[key], std::move(thing));
   }
 
   std::shared_ptr<Thing> Find(const Key& key) const {
@@ -63,24 +70,24 @@ class Registry {
     return found.empty() ? nullptr : found.mapped();
   }
   void Clear() {
+    std::map<Key, std::shared_ptr<Thing>> cleared;  // dropped without the lock
     std::lock_guard lock(mutex_);
-    open_.clear();
+    cleared.swap(open_);
   }
 
-  // All, including those that were removed but are still alive.
-  std::vector<std::pair<Key, std::shared_ptr<Thing>>> Alive() const {
+  // Calls `act(key, thing)` for all, including those that were removed but are still alive. None of
+  // them is destroyed meanwhile, and this holds no reference: a caller that must not wait, as the
+  // destruction of memory may, never has the last one. `act` must not use the registry.
+  template <class Act>
+  void ForEachAlive(const Act& act) const {
     std::lock_guard lock(mutex_);
-    std::vector<std::pair<Key, std::shared_ptr<Thing>>> alive;
-    for (const auto& [key, thing] : added_) {
-      if (auto locked = thing.lock()) alive.emplace_back(key, std::move(locked));
-    }
-    return alive;
+    for (const auto& [key, thing] : alive_) act(key, *thing);
   }
 
  private:
   mutable std::mutex mutex_;
   std::map<Key, std::shared_ptr<Thing>> open_;
-  std::vector<std::pair<Key, std::weak_ptr<Thing>>> added_;
+  std::vector<std::pair<Key, Thing*>> alive_;
 };
 
 }  // namespace jax_intranode

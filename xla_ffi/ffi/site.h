@@ -54,6 +54,16 @@ struct Site {
     algorithm = static_cast<Algorithm>(attributes->Get<int32_t>("algorithm"));
     text = attributes->Get<std::string_view>("site");
     if (ffi::Error error = attributes->TakeError(); error.failure()) return error;
+    if (!IsKnown(algorithm)) {
+      return ffi::Error::InvalidArgument(
+          "jax_intranode: there is no algorithm " + std::to_string(static_cast<int>(algorithm)) +
+          ". Was the program compiled by another version of this package? Compile it again.");
+    }
+    if (const auto& [ids, size] = partition; size < 1 || ids.size() % size != 0) {
+      return ffi::Error::InvalidArgument("jax_intranode: " + std::to_string(ids.size()) +
+                                         " devices can't be groups of " + std::to_string(size) +
+                                         ".");
+    }
     communicator = Registry<Communicator>::Get().Find(partition);
     if (communicator) return ffi::Error::Success();
     return ffi::Error(
@@ -80,6 +90,7 @@ struct CollectiveSite : Site<Communicator> {
     weight_offset = attributes.GetOr<float>("weight_offset", 0);
     if (ffi::Error error = Site<Communicator>::Read(&attributes); error.failure()) return error;
     const std::string name = std::string("jax_intranode: ") + AlgorithmName(this->algorithm);
+    if (IsMatmul(this->algorithm)) return ffi::Error::InvalidArgument(name + " is no collective.");
     if (!CanCut(this->algorithm, segments)) {
       return ffi::Error::InvalidArgument(name + " can't run in " + std::to_string(segments) +
                                          " segments.");

@@ -14,9 +14,12 @@
 
 namespace jax_intranode {
 
-// The number of a text that all processes give it.
+// The number of a text that all processes give it: FNV-1a.
+constexpr uint64_t FnvStep(uint64_t hash, uint64_t value) {
+  return (hash ^ value) * 0x100000001B3u;
+}
 inline uint64_t Fnv1a(std::string_view text, uint64_t hash = 0xCBF29CE484222325u) {
-  for (unsigned char c : text) hash = (hash ^ c) * 0x100000001B3u;
+  for (unsigned char c : text) hash = FnvStep(hash, c);
   return hash;
 }
 

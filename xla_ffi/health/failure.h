@@ -24,7 +24,7 @@ struct Call {
   bool shared = false;                // whether several calls have this text
   int64_t calls = -1;                 // how often the site had been called before; -1: not known
   int rank = -1;                      // that waited
-  int missing = -1;                   // that it waited for
+  int missing = -1;                   // that it waited for; -1: none, or one that does not exist
   std::vector<int64_t> device_ids{};  // of the group, in rank order
   uint64_t group = 0;                 // names it, in all processes
   double limit_s = 0;                 // how long it may wait
@@ -53,11 +53,10 @@ inline std::string Seconds(double seconds) {
   return text;
 }
 
-// "rank 1 (device 5)". `device_ids` are those of the group, in rank order; none if unknown.
+// "rank 1 (device 5)". `device_ids` are those of the group, in rank order.
 inline std::string RankName(const std::vector<int64_t>& device_ids, int rank) {
-  const bool known = rank >= 0 && static_cast<size_t>(rank) < device_ids.size();
-  const std::string device = known ? std::to_string(device_ids[rank]) : "?";
-  return "rank " + std::to_string(rank) + " (device " + device + ")";
+  if (static_cast<size_t>(rank) >= device_ids.size()) return "an unknown rank";
+  return "rank " + std::to_string(rank) + " (device " + std::to_string(device_ids[rank]) + ")";
 }
 
 inline std::string TextOf(const Failure& failure) {
@@ -98,7 +97,7 @@ inline std::string TextOf(const Failure& failure) {
       text += " failed";
   }
   text += ": " + RankName(failure.device_ids, failure.rank);
-  if (failure.missing >= 0) {
+  if (failure.reason != FailureReason::kBusy) {
     text += " waited for " + RankName(failure.device_ids, failure.missing) + failure.detail;
   }
   return text + "." + advice + end;

@@ -281,12 +281,10 @@ void Monitor::Collect() {
   for (Platform* platform : Platforms()) {
     std::vector<Failure> failures = platform->TakeFailures();
     for (Failure& failure : failures) {
-      if (failure.message.empty()) {
-        AddDetail(&failure);
-        failure.message = TextOf(failure);
-      }
-      // The CUDA context is lost, and with it all communicators.
-      if (failure.on_gpu) platform->FailAll(failure.message);
+      if (!failure.message.empty()) continue;  // a call that was refused, or of CPU devices
+      AddDetail(&failure);
+      failure.message = TextOf(failure);
+      platform->LoseDevice(failure);  // its CUDA context is lost
     }
     Tell(std::move(failures));
   }

@@ -47,8 +47,9 @@ class Platform {
   // How many handlers have been called.
   virtual uint64_t Calls() = 0;
 
-  // Ends all waits; later calls fail with the message.
-  virtual void FailAll(const std::string& message) = 0;
+  // A kernel has failed, and with it the device on which it ran: ends the waits of all groups that
+  // this device is in. Their later calls fail with the message.
+  virtual void LoseDevice(const Failure&) {}
 };
 
 constexpr char kPlatformName[] = "jax_intranode.Platform";

@@ -65,7 +65,7 @@ class WaitReports {
         continue;
       }
       const WaitNote note{wait.device_ids.at(wait.rank),
-                          wait.device_ids.at(wait.missing),
+                          DeviceOf(wait, wait.missing),
                           wait.group,
                           wait.site_number,
                           wait.count,
@@ -101,7 +101,7 @@ class WaitReports {
     std::vector<int> others{wait->missing};
     for (size_t r = 0; r < wait->device_ids.size(); ++r) others.push_back(static_cast<int>(r));
     for (const int other : others) {
-      if ((wait->present >> other & 1) != 0) continue;
+      if (other < 0 || (wait->present >> other & 1) != 0) continue;
       const auto found = notes_.find({wait->device_ids.at(other), wait->group});
       if (found == notes_.end()) continue;
       const WaitNote& note = found->second.note;
@@ -112,7 +112,7 @@ class WaitReports {
       return Mistake::kMismatch;
     }
     const int64_t self = wait->device_ids.at(wait->rank);
-    const int64_t missing = wait->device_ids.at(wait->missing);
+    const int64_t missing = DeviceOf(*wait, wait->missing);
     if (const std::string peer = peer_of_(missing); !peer.empty()) {
       wait->detail = peer;
       return Mistake::kOther;
@@ -184,8 +184,12 @@ class WaitReports {
     return notes;
   }
 
+  // -1 for a rank that does not exist.
+  static int64_t DeviceOf(const Wait& wait, int rank) {
+    return rank < 0 ? -1 : wait.device_ids.at(rank);
+  }
   static std::string ForWhom(const WaitNote& note) {
-    return ", for device " + std::to_string(note.missing);
+    return note.missing < 0 ? "" : ", for device " + std::to_string(note.missing);
   }
 
   // How the wait in `note` depends on the device `self`; empty if it does not.

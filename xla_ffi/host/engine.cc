@@ -18,6 +18,7 @@ namespace {
 struct ResumableThread {
   size_t* cursor;
   int* missing;
+  std::string* error;
   size_t First() const { return std::exchange(*cursor, 0); }
   size_t Stride() const { return 1; }
   // For norms (kernels/norm_protocol.h).
@@ -39,6 +40,14 @@ struct ResumableThread {
   // Nothing to check: a group begins one operation at a time, and handlers refuse closed groups.
   void Admit() const {}
   void FenceSegment() const { Fence(); }
+
+  // Ends a call that a list of kernels/algorithms.h has, and this file does not.
+  bool EndWithoutBody(Algorithm algorithm, ElementType type) const {
+    *error = std::string("jax_intranode: CPU devices have no ") + AlgorithmName(algorithm) +
+             " of element type " + std::to_string(static_cast<int>(type)) +
+             " with such operands. Please report it.";
+    return true;
+  }
 };
 
 // XLA:CPU calls handlers with flush-to-zero switched on. Sums keep subnormals.
@@ -56,8 +65,8 @@ class KeepSubnormals {
 
 // Runs a call from step `*step` on as far as possible; returns whether it has ended.
 template <class Type, class C>
-bool RunCall(Algorithm algorithm, ResumableThread& t, const Group& g, const InSegments<C>& c,
-             uint32_t epoch, uint32_t* step) {
+bool RunCall(Algorithm algorithm, ElementType type, ResumableThread& t, const Group& g,
+             const InSegments<C>& c, uint32_t epoch, uint32_t* step) {
   switch (algorithm) {
     case Algorithm::kOneShot:
       return RunSteps<OneShot<Type, 0>>(t, g, c, epoch, step);
@@ -81,20 +90,21 @@ bool RunCall(Algorithm algorithm, ResumableThread& t, const Group& g, const InSe
         break;
     }
   }
-  return true;  // matmuls run only on GPUs
+  return t.EndWithoutBody(algorithm, type);
 }
 
 // The element types of a norm are fewer (HasNorm).
 template <class Type>
-bool RunCall(Algorithm, ResumableThread& t, const Group& g, const NormCall& c, uint32_t epoch,
-             uint32_t* phase) {
+bool RunCall(Algorithm algorithm, ElementType type, ResumableThread& t, const Group& g,
+             const NormCall& c, uint32_t epoch, uint32_t* phase) {
   if constexpr (Type::Packets::kBytes == sizeof(Pack)) {
     using Body = Norm<Type, 0, false>;
     for (; *phase < Body::kPhases; ++*phase) {
       if (!Body::RunPhase(*phase, t, g, c, epoch)) return false;
     }
+    return true;
   }
-  return true;
+  return t.EndWithoutBody(algorithm, type);
 }
 
 template <class C>
@@ -103,11 +113,11 @@ bool RunCall(ElementType type, Algorithm algorithm, ResumableThread& t, const Gr
   switch (type) {
 #define JIN_X(type, item_bytes, packet_bytes) \
   case ElementType::k##type:                  \
-    return RunCall<type>(algorithm, t, g, c, epoch, step);
+    return RunCall<type>(algorithm, ElementType::k##type, t, g, c, epoch, step);
     JIN_ELEMENT_TYPES(JIN_X)
 #undef JIN_X
   }
-  return true;
+  return t.EndWithoutBody(algorithm, type);
 }
 
 }  // namespace
@@ -131,7 +141,7 @@ uint64_t ResumableCall::Bytes(int size) const {
 
 bool ResumableCall::Advance(const Group& view, uint32_t epoch, int* missing) {
   const KeepSubnormals keep_subnormals;
-  ResumableThread thread{&cursor_, missing};
+  ResumableThread thread{&cursor_, missing, &error_};
   const auto& [algorithm, type, segments, name] = operation_;
   const auto run = [&](const auto& call) {
     return RunCall(type, algorithm, thread, view, call, epoch, &step_);

@@ -5,6 +5,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <string>
 #include <variant>
 
 #include "../kernels/algorithms.h"
@@ -39,12 +40,15 @@ class ResumableCall {
   bool Advance(const Group& view, uint32_t epoch, int* missing);
 
   uint32_t step() const { return step_; }
+  // Why the call has ended without a result; empty if it has one.
+  const std::string& error() const { return error_; }
 
  private:
   HostOperation operation_{};
   std::variant<Buffer, std::unique_ptr<const Buffers>, std::unique_ptr<const NormCall>> operands_;
   uint32_t step_ = 0;  // of the operation (segments.h)
   size_t cursor_ = 0;  // in the step
+  std::string error_;
 };
 
 }  // namespace jax_intranode

@@ -25,18 +25,15 @@ class HostBody : public std::enable_shared_from_this<HostBody> {
   HostBody(std::string name, Function function)
       : name_(std::move(name)), function_(std::move(function)) {}
 
-  // Runs it. `on_end` is called in its thread when it has returned. To be called once.
+  // Runs it, unless there is no thread for it: then started() is false, and this is to be called
+  // again. `on_end` is called in its thread when it has returned.
   void Start(std::function<void()> on_end) {
-    {
-      std::lock_guard lock(mutex_);
-      running_ = true;
-    }
-    RunApart([self = shared_from_this(), on_end = std::move(on_end)] {
+    std::lock_guard lock(mutex_);
+    running_ = started_ = TryRunApart([self = shared_from_this(), on_end = std::move(on_end)] {
       self->function_(&self->wait_);
       self->End();
       on_end();
     });
-    started_ = true;
   }
 
   // Makes it return soon. True: it does not run. False: `then` is called when it has returned.
@@ -53,7 +50,7 @@ class HostBody : public std::enable_shared_from_this<HostBody> {
     std::lock_guard lock(mutex_);
     return ended_;
   }
-  // The rank for which it has waited last.
+  // The rank for which it has waited last: any number, as the author of the body has passed it.
   int missing() { return std::atomic_ref(wait_.missing).load(std::memory_order_relaxed); }
   const std::string& name() const { return name_; }
 

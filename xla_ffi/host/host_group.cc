@@ -8,6 +8,8 @@
 
 namespace jax_intranode {
 
+std::atomic<uint64_t> host_operations{0};
+
 HostGroup::HostGroup(const Group& group, std::vector<int> local_ranks,
                      std::vector<int64_t> device_ids, std::chrono::nanoseconds timeout,
                      std::shared_ptr<void> keep_alive, const std::vector<Links>& links)
@@ -98,7 +100,8 @@ bool HostGroup::FindNext() {
 bool HostGroup::AdvanceBody(HostBody& body) {
   if (!body.started()) body.Start([group = shared_from_this()] { group->Progress(); });
   if (body.ended()) return true;
-  missing_ = body.missing();
+  const int missing = body.missing();
+  missing_ = static_cast<size_t>(missing) < device_ids_.size() ? missing : -1;
   return false;
 }
 
@@ -140,13 +143,15 @@ void HostGroup::Advance(Tickets* done) {
     if (!active_) active_ = FindNext();
     if (!active_ || !Advance(pending_.at(current_))) return;
     auto it = pending_.find(current_);
-    for (auto& [rank, member] : it->second.members) done->emplace_back(member.ticket, "");
+    for (auto& [rank, member] : it->second.members) {
+      done->emplace_back(member.ticket, member.call.error());
+    }
     const bool has_bodies = it->second.members.begin()->second.body != nullptr;
     const Operation& operation = it->second.operation;
     const uint32_t epochs =
         has_bodies ? 0 : Epochs(PhasesOf(operation.algorithm), operation.segments);
     // Calls on peer buffers don't count: on GPUs nobody sees them.
-    if (!has_bodies) operations_ += it->second.members.size();
+    if (!has_bodies) host_operations += it->second.members.size();
     pending_.erase(it);
     active_ = false;
     // Orders this operation's arming before the next one's packets, as the end of a kernel does

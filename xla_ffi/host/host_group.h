@@ -29,6 +29,7 @@
 // for.
 #pragma once
 
+#include <atomic>
 #include <chrono>
 #include <cstdint>
 #include <deque>
@@ -47,6 +48,9 @@
 #include "ticket.h"
 
 namespace jax_intranode {
+
+// Operations that the devices of this process have executed.
+extern std::atomic<uint64_t> host_operations;
 
 class HostGroup : public std::enable_shared_from_this<HostGroup> {
  public:
@@ -95,7 +99,6 @@ class HostGroup : public std::enable_shared_from_this<HostGroup> {
   // Why the group has failed; empty if it hasn't.
   std::string failure() const;
 
-  uint64_t operations() const;
   size_t epoch_buffer_bytes() const { return group_.epoch_buffer_bytes; }
   int size() const { return group_.size; }
 
@@ -156,9 +159,8 @@ class HostGroup : public std::enable_shared_from_this<HostGroup> {
   uint32_t logged_;         // the number of the leader's next entry
   uint32_t sequence_;       // the number of the next call
   uint32_t epoch_;          // the first epoch of the next call
-  uint64_t operations_ = 0;
-  bool watched_ = false;  // whether the progress thread has this group on its list
-  bool active_ = false;   // whether call `sequence_` has begun
+  bool watched_ = false;    // whether the progress thread has this group on its list
+  bool active_ = false;     // whether call `sequence_` has begun
   Key current_{};
   int missing_ = -1;               // the rank for which `current_` waits
   AbsentDevices absent_;           // of all groups

@@ -29,7 +29,7 @@ Wait HostGroup::WaitOf(int rank, const Key& key, const Pending& pending,
   wait.calls = pending.calls;
   wait.limit_s = std::chrono::duration<double>(timeout_).count();
   for (const auto& [present, member] : pending.members) wait.present |= 1u << present;
-  wait.missing = std::max(missing_, 0);
+  wait.missing = active_ ? missing_ : std::max(missing_, 0);
   wait.detail = ", whose process has not begun it";
   if (pending.members.size() < local_ranks_.size()) {
     for (int local : local_ranks_) {
@@ -171,11 +171,6 @@ void HostGroup::CompleteAll(const Tickets& tickets) {
 std::string HostGroup::failure() const {
   std::lock_guard lock(mutex_);
   return failure_;
-}
-
-uint64_t HostGroup::operations() const {
-  std::lock_guard lock(mutex_);
-  return operations_;
 }
 
 }  // namespace jax_intranode

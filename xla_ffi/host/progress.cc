@@ -13,18 +13,27 @@
 namespace jax_intranode {
 namespace {
 
+// Whether the system had a thread for `run`.
+template <class Run>
+bool TryThread(const Run& run) {
+  try {
+    std::thread(run).detach();
+    return true;
+  } catch (const std::system_error&) {
+    return false;
+  }
+}
+
 // Polls the groups with outstanding calls. Normally the thread in which the last rank arrives
 // finishes a call. This thread finishes those whose peers are late.
 class ProgressThread {
  public:
-  ProgressThread() {
-    std::thread([this] { Run(); }).detach();
-  }
-
   void Watch(std::weak_ptr<HostGroup> group) {
     {
       std::lock_guard lock(mutex_);
       watched_.push_back(std::move(group));
+      // The looks of the monitor advance the groups until there is a thread.
+      if (!runs_) runs_ = TryThread([this] { Run(); });
     }
     changed_.notify_one();
   }
@@ -52,29 +61,29 @@ class ProgressThread {
   std::mutex mutex_;
   std::condition_variable changed_;
   std::vector<std::weak_ptr<HostGroup>> watched_;
+  bool runs_ = false;
 };
 
 // A thread pool that starts another thread whenever a task finds none idle.
 class GrowingPool {
  public:
-  void Run(std::function<void()> task) {
-    std::unique_lock lock(mutex_);
+  // Whether an idle or a new thread takes the task.
+  bool TryRun(std::function<void()>& task) {
+    std::lock_guard lock(mutex_);
+    const bool is_idle = tasks_.size() < idle_;
+    if (!is_idle && !TryThread([this] { Work(); })) return false;
+    threads_ += is_idle ? 0 : 1;
     tasks_.push_back(std::move(task));
-    if (tasks_.size() <= idle_) {
-      changed_.notify_one();
-      return;
-    }
-    try {
-      std::thread([this] { Work(); }).detach();
-      ++threads_;
-    } catch (const std::system_error&) {
-      // The system has no more threads: a busy one takes the task next, or else the caller runs it.
-      if (threads_ > 0) return;
-      std::function<void()> last = std::move(tasks_.back());
-      tasks_.pop_back();
-      lock.unlock();
-      last();
-    }
+    changed_.notify_one();
+    return true;
+  }
+  // If none does, a busy one takes it next, or else the caller runs it.
+  void Run(std::function<void()> task) {
+    if (TryRun(task)) return;
+    std::unique_lock lock(mutex_);
+    if (threads_ > 0) return tasks_.push_back(std::move(task));
+    lock.unlock();
+    task();
   }
 
  private:
@@ -104,17 +113,20 @@ class GrowingPool {
   size_t threads_ = 0;
 };
 
+// Never destroyed: its threads may outlive static destruction. So may the other one.
+GrowingPool& Pool() {
+  static GrowingPool* const pool = new GrowingPool;
+  return *pool;
+}
+
 }  // namespace
 
-// Never destroyed: their threads may outlive static destruction.
 void Watch(std::weak_ptr<HostGroup> group) {
   static ProgressThread* const thread = new ProgressThread;
   thread->Watch(std::move(group));
 }
 
-void RunApart(std::function<void()> task) {
-  static GrowingPool* const pool = new GrowingPool;
-  pool->Run(std::move(task));
-}
+bool TryRunApart(std::function<void()> task) { return Pool().TryRun(task); }
+void RunApart(std::function<void()> task) { Pool().Run(std::move(task)); }
 
 }  // namespace jax_intranode

@@ -6,6 +6,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <iterator>
 #include <optional>
 #include <string_view>
 
@@ -66,6 +67,10 @@ constexpr Algorithm kAlgorithms[] = {
     JIN_ALGORITHMS(JIN_X)
 #undef JIN_X
 };
+
+inline bool IsKnown(Algorithm algorithm) {
+  return algorithm >= kAlgorithms[0] && algorithm <= kAlgorithms[std::size(kAlgorithms) - 1];
+}
 
 struct AlgorithmNames {
   const char *name, *operation;

@@ -60,6 +60,8 @@ struct AlignedBuffer {
 // The most buffers that fit into a kernel's parameters together with its group: every driver
 // accepts 4 KB. More buffers take more than one operation.
 constexpr int kMaxBuffers = 128;
+// The most packs of many buffers together.
+constexpr size_t kMaxPacks = UINT32_MAX;
 
 struct Buffers {
   Buffer buffer[kMaxBuffers];

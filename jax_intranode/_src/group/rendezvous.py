@@ -91,9 +91,7 @@ def raise_if_failed(devices: Iterable[Any]) -> None:
     devices = list(devices)
     if failure is None or failure.platform != devices[0].platform:
         return
-    # On GPUs the context is lost, and with it all groups.
-    others = failure.platform == "cpu" and failure.device_ids
-    if not others or any(device.id in failure.device_ids for device in devices):
+    if not failure.device_ids or any(device.id in failure.device_ids for device in devices):
         raise failures.CommunicationError(failure.message, failure)
 
 

@@ -26,6 +26,7 @@ MAX_SEGMENTS: int = _host.MAX_SEGMENTS
 MAX_WORLD_SIZE: int = _host.MAX_WORLD_SIZE
 # Buffers of one operation. Each begins with a pack of its own: PACK_BYTES of data.
 MAX_BUFFERS: int = _host.MAX_BUFFERS
+MAX_PACKS: int = _host.MAX_PACKS  # of several buffers together
 PACK_BYTES: int = _host.PACK_BYTES
 
 # The longest row that a norm takes, in elements.

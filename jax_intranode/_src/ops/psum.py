@@ -139,7 +139,10 @@ def operations(
     choose_by_bytes = collective.chooser("psum", mesh, axes, dtype, overlap)
 
     def choose(chosen: Sequence[int]) -> select.Selection:
-        return choose_by_bytes(sum(packs[i] for i in chosen) * definitions.PACK_BYTES)
+        count = sum(packs[i] for i in chosen)
+        if len(chosen) > 1 and count > definitions.MAX_PACKS:
+            return select.Selection("lax", "together the arrays are larger than 64 GiB")
+        return choose_by_bytes(count * definitions.PACK_BYTES)
 
     nonempty = [i for i, count in enumerate(packs) if count > 0] or list(range(len(packs)))
     whole = choose(nonempty)

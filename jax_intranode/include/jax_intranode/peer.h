@@ -70,8 +70,8 @@ JAX_INTRANODE_FN char* Half(const Peers& p, int rank, uint32_t epoch) {
 // The thread of a body. Both kinds have the same functions:
 //   First(), Stride()   the elements that this thread works on
 //   Thread(), Threads(), Block(), Blocks(), Sync()   as in CUDA
-//   Wait(missing)       to be called each time that something of rank `missing` has not arrived.
-//                       False: give up, return at once.
+//   Wait(missing)       to be called each time that something of rank `missing` (0 to size - 1) has
+//                       not arrived. False: give up, return at once.
 //   Arrived()           to be called when it has arrived: the next wait has a deadline of its own.
 
 #if defined(__CUDACC__)

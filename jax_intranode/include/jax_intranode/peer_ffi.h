@@ -106,7 +106,8 @@ class Call {
   // The rank, the world size, and the memory of all ranks.
   const Peers& peers() const { return peers_; }
 
-  // Refuses the call, for instance because an argument does not fit.
+  // Refuses the call, for instance because an argument does not fit. On GPUs no later call of the
+  // group runs, because its peers may have launched this one.
   Result Error(const std::string& what) const { return Failed(ffi::Error::InvalidArgument(what)); }
 
   // Runs a body: on GPUs as a kernel with this grid, which must be the same on all ranks and may

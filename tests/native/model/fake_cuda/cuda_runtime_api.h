@@ -15,6 +15,9 @@ using cudaEvent_t = FakeEvent*;
 
 enum cudaMemcpyKind { cudaMemcpyDefault };
 constexpr unsigned cudaStreamNonBlocking = 1, cudaEventDisableTiming = 2;
+enum cudaStreamCaptureStatus { cudaStreamCaptureStatusNone, cudaStreamCaptureStatusActive };
+
+cudaError_t cudaStreamIsCapturing(cudaStream_t stream, cudaStreamCaptureStatus* status);
 
 cudaError_t cudaMemsetAsync(void* to, int value, size_t bytes, cudaStream_t stream);
 cudaError_t cudaGetLastError();

@@ -98,7 +98,13 @@ class RankOutput:
 
 
 class Stream:
-    """The stdout or the stderr of a rank, line by line."""
+    """The stdout or the stderr of a rank, line by line.
+
+    Attributes:
+        last: whose line was shown last, and where.
+    """
+
+    last: tuple[RankOutput, Screen] | None = None
 
     def __init__(self, pipe: IO[bytes], output: RankOutput, screen: Screen) -> None:
         """Begins with an empty line.
@@ -156,4 +162,5 @@ class Stream:
         # What a terminal would have at the end of a line that was written over.
         texts = [line.rstrip(b"\r").rpartition(b"\r")[2] for line in lines]
         self._output.tail.extend(text[:_TAIL_BYTES] for text in texts)
+        Stream.last = (self._output, self._screen) if texts else Stream.last
         self._screen.write(b"".join(self._output.prefix + text + b"\n" for text in texts))

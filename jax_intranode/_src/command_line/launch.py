@@ -179,8 +179,8 @@ class _Launch:
         wait(deadline - time.monotonic(), lambda: job.first_failed is not None or bool(received))
         if job.first_failed is not None:
             self._failed_s = time.monotonic() - self._started
-            if job.running:
-                _say(f"rank {job.first_failed} has failed; ending {_named(job.running)}")
+            if others := [rank for rank in job.running if rank != job.first_failed]:
+                _say(f"rank {job.first_failed} has failed; ending {_named(others)}")
             wait(min(_OWN_ERRORS_S, grace_s / 2), lambda: bool(received))
             job.send(signal.SIGTERM)
             wait(grace_s - min(_OWN_ERRORS_S, grace_s / 2), lambda: bool(received))

@@ -10,7 +10,6 @@ import math
 import os
 import secrets
 import sys
-import threading
 import time
 from collections.abc import Iterable, Sequence
 from opcode import opname
@@ -271,7 +270,7 @@ def _say_goodbye() -> None:
         return
     if not distributed.is_ending():
         # The program calls jax.distributed.shutdown() itself, and may go on, also in exit handlers.
-        if threading.main_thread().is_alive() or not _tell_failure():
+        if not distributed.exits() or not _tell_failure():
             _after_barrier(in_barrier=True)
         return
     if _tell_failure():

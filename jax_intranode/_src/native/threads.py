@@ -19,15 +19,15 @@ Lock, RLock = _thread.allocate_lock, _thread.RLock
 class Thread:
     """A daemon thread that calls a function."""
 
-    def __init__(self, function: Callable[[], None], name: str | None = None) -> None:
+    def __init__(self, function: Callable[[], None], name: str = "") -> None:
         """Starts it. With a name it is in `threading.enumerate()`, in Python 3.11 for good."""
         self._ends = Lock()
         self._ends.acquire()
 
         def run() -> None:
+            if name:
+                threading.current_thread().name = name
             try:
-                if name is not None:
-                    threading.current_thread().name = name
                 function()
             finally:
                 self._ends.release()
@@ -36,7 +36,4 @@ class Thread:
 
     def join(self, timeout_s: float) -> bool:
         """Waits so long for its end, and returns whether it has come."""
-        ended: bool = self._ends.acquire(timeout=timeout_s)
-        if ended:
-            self._ends.release()
-        return ended
+        return bool(self._ends.acquire(timeout=timeout_s))

@@ -161,11 +161,13 @@ class Stream:
             self._line = b""
 
     def _show(self, lines: Sequence[bytes]) -> None:
-        # What a terminal would have at the end of a line that was written over.
-        texts = [line.rstrip(b"\r").rpartition(b"\r")[2] for line in lines]
-        # At its end a rank prints the message of a failure again.
-        tail = self._output.tail
-        texts = [t for t in texts if not t.startswith(_OURS) or t[:_TAIL_BYTES] not in tail]
-        tail.extend(text[:_TAIL_BYTES] for text in texts)
+        texts, tail = [], self._output.tail
+        for line in lines:
+            # What a terminal would have at the end of a line that was written over.
+            text = line.rstrip(b"\r").rpartition(b"\r")[2]
+            # At its end a rank prints the message of a failure again.
+            if not text.startswith(_OURS) or text[:_TAIL_BYTES] not in tail:
+                tail.append(text[:_TAIL_BYTES])
+                texts.append(text)
         Stream.last = (self._output, self._screen) if texts else Stream.last
         self._screen.write(b"".join(self._output.prefix + text + b"\n" for text in texts))

@@ -88,8 +88,9 @@ class Job:
         self._ends = selectors.EpollSelector()  # of the ranks
         self._selector = selectors.EpollSelector()  # of all that is waited for
         self._selector.register(self._ends.fileno(), selectors.EVENT_READ, self._take_ends)
-        # By rank that has told: its exit code, and which ranks were ending when it told.
-        self._told: dict[int, tuple[int, list[int]]] = {}
+        # By rank that has told: its exit code, whether it fails because of a peer, and which ranks
+        # were ending when it told.
+        self._told: dict[int, tuple[int, bool, list[int]]] = {}
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK)
         if told_at is not None:
             self._socket.bind(told_at)
@@ -208,10 +209,10 @@ class Job:
     def _take_told(self) -> None:
         with contextlib.suppress(BlockingIOError, ValueError):
             while True:
-                rank, code = map(int, self._socket.recv(100).split())
+                rank, code, follows = map(int, self._socket.recv(100).split())
                 if 0 <= rank < len(self.processes):
                     ending = [r for r, process in enumerate(self.processes) if _ends(process.pid)]
-                    self._told.setdefault(rank, (code, ending))
+                    self._told.setdefault(rank, (code, bool(follows), ending))
 
     def _ended(self, rank: int) -> None:
         pid = self.processes[rank].pid
@@ -220,9 +221,10 @@ class Job:
         ended_itself = status.si_code == os.CLD_EXITED
         self.exit_codes[rank] = status.si_status if ended_itself else -status.si_status
         if self.exit_codes[rank] and self.first_failed is None:
-            for first, (_, ending) in self._told.items():
-                # A rank that a signal or os._exit ends is missed before its process has ended.
-                if rank not in ending and self.exit_codes[first] != 0:
+            for first, (_, follows, ending) in self._told.items():
+                # A rank that a signal or os._exit ends tells nothing, and is missed before its end.
+                is_missed = rank in ending and rank not in self._told
+                if not (follows or is_missed) and self.exit_codes[first] != 0:
                     break
             else:
                 first = rank

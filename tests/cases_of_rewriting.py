@@ -22,6 +22,7 @@ from jax_intranode._src.jax_private import hlo
 from jax_intranode._src.native import extension
 from jax_intranode._src.rewrite import agreement
 from jax_intranode._src.rewrite.auto import rewriting
+from jax_intranode._src.selection import config
 
 CASES: dict[str, Case] = {}
 WAIT_S = 2
@@ -149,6 +150,18 @@ def a_training_step_is_rewritten() -> None:
 
 
 @case
+def one_rank_is_late_to_its_first_call() -> None:
+    """It loads data, say. The others wait for it, and say so."""
+    jax_intranode.install()
+    with mock.patch.object(agreement, "FIRST_WAIT_S", 0.1), warnings() as said:
+        if jax.process_index() == 1:
+            time.sleep(config.get().report_after_s + 1)
+        assert sums(summing(), columns_of(4)) == 1
+    if jax.process_index() == 0:
+        assert any("for process 1 to lower the same program: it has" in text for text in said), said
+
+
+@case
 def one_rank_lowers_alone() -> None:
     """It costs rank 0 some seconds, and this program its acceleration; the next one has it."""
     jax_intranode.install()
@@ -173,7 +186,7 @@ def one_rank_has_nothing_installed() -> None:
     if jax.process_index() == 0:
         jax_intranode.install()
     start = time.monotonic()
-    with mock.patch.object(agreement, "FIRST_WAIT_S", WAIT_S), warnings() as said:
+    with mock.patch.object(agreement, "wait_s_of_program", lambda: WAIT_S), warnings() as said:
         assert [sums(summing(), columns_of(columns)) for columns in (4, 8)] == [0, 0]
     assert time.monotonic() - start < WAIT_S + agreement.LATER_WAIT_S + 15
     if jax.process_index() == 0:
@@ -226,7 +239,7 @@ def auto_all_ranks_rewrite() -> None:
 
 @case
 def auto_one_rank_has_it_not() -> None:
-    with mock.patch.object(agreement, "FIRST_WAIT_S", WAIT_S), warnings() as said:
+    with mock.patch.object(agreement, "wait_s_of_program", lambda: WAIT_S), warnings() as said:
         for rows in (12, 20):
             jax_intranode.install(auto=jax.process_index() == 0)
             start = time.monotonic()

@@ -223,6 +223,104 @@ def test_the_first_failure_is_the_last_thing_shown(launch: Launch) -> None:
     assert after == "launch: after it, rank 0: SIGKILL, rank 2: exit code 1"
 
 
+@pytest.mark.parametrize("end", ["sys.exit(3)", "os._exit(3)"])
+def test_the_rank_that_fails_first_may_end_last(launch: Launch, tmp_path: Path, end: str) -> None:
+    """Its peer learns of it from an exit handler, or by a socket, and ends at once."""
+    code, _, err = launch(
+        "-n 2 --grace 0.6 SCRIPT",
+        f"""
+        import atexit, os, socket, sys, time
+        place = {str(tmp_path / "place")!r}
+        if os.environ["JAX_INTRANODE_RANK"] == "0":
+            with socket.socket(socket.AF_UNIX) as listener:
+                listener.bind(place + ".new")
+                listener.listen()
+                os.rename(place + ".new", place)
+                peer = listener.accept()[0]
+            peer.recv(1)  # until the peer closes it
+            sys.exit("rank 0 broke as a consequence")
+        peer = socket.socket(socket.AF_UNIX)
+        while not os.path.exists(place):
+            time.sleep(0.02)
+        peer.connect(place)
+
+        @atexit.register
+        def takes_long():
+            peer.close()
+            time.sleep(60)
+
+        {end}
+        """,
+    )
+    assert code == 3, err
+    assert "launch: rank 1 failed first, after " in err and ": exit code 3" in err, err
+
+
+def test_a_failure_is_printed_once(launch: Launch) -> None:
+    """A rank logs the message and prints it again at its end; the report need not repeat it."""
+    code, _, err = launch(
+        "-n 1 --grace 1 SCRIPT",
+        """
+        import sys
+        print("jax_intranode: psum failed", file=sys.stderr)
+        print("jax_intranode: psum failed", file=sys.stderr)
+        sys.exit(3)
+        """,
+    )
+    assert code == 3
+    assert err.count("jax_intranode: psum failed") == 1, err
+    assert err.count("failed first") == 1, err
+
+
+GREEN = {
+    "gevent": "from gevent import monkey\nmonkey.patch_all()\n",
+    "eventlet": "import warnings\nwarnings.simplefilter('ignore')\n"
+    "import eventlet\neventlet.monkey_patch()\n",
+}
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("library", GREEN)
+def test_ranks_whose_threads_are_greenlets(launch: Launch, library: str) -> None:
+    """They run, fail and end as others: test_no_thread_is_a_greenlet needs no such library."""
+    pytest.importorskip(library)
+    code, out, err = launch(
+        "-n 2 --grace 5 --timeout 120 SCRIPT",
+        GREEN[library],
+        JAX.replace("jax.lax.psum", "jax_intranode.psum"),
+        """
+        import jax_intranode, sys
+        print(total(), flush=True)
+        if jax.process_index() == 1:
+            sys.exit(3)
+        print(total())
+        """,
+    )
+    assert code == 3, err
+    assert lines_of(out, 0) == lines_of(out, 1) == ["[2.]"]
+    assert "process 1 (pid " in err and "has failed: SystemExit: 3" in err, err
+
+
+def test_nothing_is_compiled_at_the_end(launch: Launch) -> None:
+    code, _, err = launch(
+        "-n 2 --timeout 120 SCRIPT",
+        JAX.replace("jax.lax.psum", "jax_intranode.psum"),
+        """
+        import sys
+        import jax_intranode
+        jax.config.update("jax_log_compiles", True)
+        jax.config.update("jax_explain_cache_misses", True)
+        assert total() == 2
+        print("THE END", file=sys.stderr)
+        """,
+    )
+    assert code == 0, err
+    for rank in range(2):
+        lines = lines_of(err, rank)
+        assert any("Compiling" in line for line in lines), err
+        assert lines[-1] == "THE END", err
+
+
 def test_a_rank_that_exits_with_a_code_has_failed(launch: Launch) -> None:
     """It waits for nobody, and its peers are told."""
     code, _, err = launch(

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from devices import need_devices, need_gpus
-from processes import python
+from processes import free_port, python
 from tiers import quick
 
 
@@ -168,3 +168,107 @@ def test_what_has_ended_a_program_that_starts_otherwise(tmp_path: Path, way: str
             [sys.executable, *words], cwd=tmp_path, stdin=text, stdout=subprocess.PIPE, text=True
         )
     assert done.stdout.splitlines()[-1] == "[ZeroDivisionError]", done
+
+
+# Ranks that are processes of `multiprocessing`. Rank 1 ends as the test says, before rank 0.
+RANKS = """
+import multiprocessing, os, sys, time
+def rank(number, port, end):
+    import jax, jax_intranode, numpy as np
+    from jax.sharding import PartitionSpec as P
+    jax.distributed.initialize(f"127.0.0.1:{port}", 2, number)
+    mesh = jax.make_mesh((2,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
+    total = lambda v: jax_intranode.psum(v, "x")
+    f = jax.jit(jax.shard_map(total, mesh=mesh, in_specs=P("x"), out_specs=P()))
+    x = np.array([1.0, 2.0], np.float32)
+    f(x).block_until_ready()
+    if number == 1:
+        exec(end)
+        return
+    try:
+        if end:
+            f(x).block_until_ready()
+        while not os.path.exists("over"):
+            time.sleep(0.02)
+        print("FAILURE", jax_intranode.last_failure(), flush=True)
+    except Exception as error:
+        print("RAISED", error, flush=True)
+if __name__ == "__main__":
+    context = multiprocessing.get_context(sys.argv[1])
+    ranks = [context.Process(target=rank, args=(r, *sys.argv[2:])) for r in (0, 1)]
+    for process in ranks:
+        process.start()
+    ranks[1].join(20 if sys.argv[3] else 8)  # by "spawn" it waits for rank 0 in JAX's last barrier
+    open("over", "w").close()
+    for process in ranks:
+        process.join(60)
+        process.kill()
+    print("CODES", [process.exitcode for process in ranks])
+"""
+
+
+@pytest.mark.parametrize(
+    ("end", "said"),
+    [
+        ("", "FAILURE None"),
+        ("raise ValueError('loss is NaN')", "has failed: RuntimeError: exit code 1."),
+        ("sys.exit(3)", "has failed: SystemExit: 3."),
+    ],
+    ids=["returns", "raises", "exits"],
+)
+@pytest.mark.parametrize("method", quick(("spawn", "forkserver", "fork"), ("forkserver",)))
+def test_ranks_that_multiprocessing_starts(
+    tmp_path: Path, method: str, end: str, said: str
+) -> None:
+    file = tmp_path / "ranks.py"
+    file.write_text(RANKS)
+    command = (file, method, str(free_port()), end)
+    done = python(*command, cwd=tmp_path, JAX_NUM_CPU_DEVICES="1", JAX_PLATFORMS="cpu")
+    assert said in done.stdout, done.stdout
+    if not end:
+        assert "CODES [0, 0]" in done.stdout, done.stdout
+    assert end.startswith("raise") == ("ValueError: loss is NaN" in done.stdout), done.stdout
+
+
+# Stands in for gevent and eventlet: a thread of the package that one of these would make a greenlet
+# ends the program.
+GREENLETS = """
+import _thread, queue, sys, threading
+def is_ours(frame):
+    while frame is not None:
+        if "jax_intranode" in frame.f_code.co_filename:
+            return True
+        frame = frame.f_back
+def replaced(function):
+    def call(*args, **kwargs):
+        if is_ours(sys._getframe()):
+            raise SystemError(f"{function} would make a greenlet")
+        return function(*args, **kwargs)
+    return call
+for module in (_thread, threading):
+    for name in ("start_new_thread", "start_joinable_thread"):
+        for name in (name, "_" + name):
+            if hasattr(module, name):
+                setattr(module, name, replaced(getattr(module, name)))
+queue.SimpleQueue = replaced(queue.SimpleQueue)
+"""
+
+
+def test_no_thread_is_a_greenlet(tmp_path: Path) -> None:
+    """The monitor's, the one that ends jax.distributed, and those that ask JAX's store."""
+    need_devices(2)
+    code = (
+        "from jax_intranode._src.group import key_value_store\n"
+        "from jax_intranode._src.jax_private import distributed\n"
+        "run(2)\n"
+        "key_value_store._in_time(lambda: print('ASKED'))\n"
+        "nothing = lambda *_: False\n"
+        "distributed.bound_distributed_shutdown(nothing, nothing, nothing)\n"
+        "import threading, time\n"
+        "names = {'jax_intranode monitor', 'jax_intranode shutdown'}\n"
+        "while not names <= {thread.name for thread in threading.enumerate()}:\n"
+        "    time.sleep(0.01)\n"
+    )
+    outcome = python("-P", "-c", GREENLETS + PRELUDE + code, JAX_NUM_CPU_DEVICES="2")
+    assert outcome.returncode == 0, outcome.stdout
+    assert outcome.stdout == "ASKED\n"

@@ -141,6 +141,7 @@ class _Launch:
                 [self._command] * self._world_size,
                 env=[self._environment(r, address) for r in ranks],
                 streams=[Streams(None if r == 0 else nothing, pipe, pipe) for r in ranks],
+                told_at=start_rank.told_at(address),
             ) as job:
                 for process, output in zip(job.processes, outputs, strict=True):
                     for end, screen in ((process.stdout, _STDOUT), (process.stderr, _STDERR)):
@@ -178,8 +179,8 @@ class _Launch:
         wait(deadline - time.monotonic(), lambda: job.first_failed is not None or bool(received))
         if job.first_failed is not None:
             self._failed_s = time.monotonic() - self._started
-            others = f"; ending {_named(job.running)}" if job.running else ""
-            _say(f"{self._failure(job)}{others}")
+            if others := [rank for rank in job.running if rank != job.first_failed]:
+                _say(f"rank {job.first_failed} has failed; ending {_named(others)}")
             wait(min(_OWN_ERRORS_S, grace_s / 2), lambda: bool(received))
             job.send(signal.SIGTERM)
             wait(grace_s - min(_OWN_ERRORS_S, grace_s / 2), lambda: bool(received))
@@ -200,8 +201,13 @@ class _Launch:
         failed = job.first_failed
         if failed is None:
             return _End(0, is_fault=False)
-        _say(f"{self._failure(job)}. Its last lines:")
-        for line in outputs[failed].tail:
+        code = job.exit_codes[failed]
+        assert code is not None
+        text = f"rank {failed} failed first, after {self._failed_s:.1f} s: {_described(code)}"
+        # What it has printed last may be what was shown last.
+        tail = outputs[failed].tail if Stream.last != (outputs[failed], _STDERR) else ()
+        _say(f"{text}. Its last lines:" if tail else text)
+        for line in tail:
             _STDERR.write(outputs[failed].prefix + line + b"\n")
         others = [
             f"rank {rank}: {_described(code)}"
@@ -212,14 +218,7 @@ class _Launch:
             _say("after it, " + ", ".join(others))
         if self._arguments.log_dir is not None:
             _say(f"all that it has printed: {self._log(failed)}")
-        code = job.exit_codes[failed]
-        assert code is not None
         return _End(code if code > 0 else 128 - code, is_fault=True)
-
-    def _failure(self, job: Job) -> str:
-        assert job.first_failed is not None
-        how = _described(job.exit_codes[job.first_failed])
-        return f"rank {job.first_failed} failed first, after {self._failed_s:.1f} s: {how}"
 
     def _log(self, rank: int) -> Path | None:
         directory: Path | None = self._arguments.log_dir

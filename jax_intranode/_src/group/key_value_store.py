@@ -8,13 +8,13 @@ import contextlib
 import json
 import logging
 import os
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from jax_intranode._src.health import failures
 from jax_intranode._src.jax_private import distributed
+from jax_intranode._src.native import threads
 from jax_intranode._src.selection import config
 
 _log = logging.getLogger("jax_intranode")
@@ -164,11 +164,9 @@ def _in_time(call: Callable[[], None]) -> None:
         except Exception as error:
             errors.append(error)
 
-    thread = threading.Thread(target=run, name="jax_intranode store", daemon=True)
-    thread.start()
+    thread = threads.Thread(run)
     deadline = Deadline(config.get().meeting_s)
-    thread.join(_LOOK_S)
-    while thread.is_alive():
+    while not thread.join(_LOOK_S):
         if failure := failures.current():
             raise failures.CommunicationError(failure.message)
         if deadline.passed():
@@ -177,7 +175,6 @@ def _in_time(call: Callable[[], None]) -> None:
                 f"{deadline.seconds:g} s. Is the process stopped that has it? It is process 0, or "
                 "the launcher. JAX_INTRANODE_TIMEOUT_S sets the limit."
             )
-        thread.join(_LOOK_S)
     if errors:
         # In the list it would be part of a cycle, which keeps the slabs until Python collects it.
         raise errors.pop()

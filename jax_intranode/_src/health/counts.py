@@ -4,11 +4,12 @@ It is written while programs are traced and lowered, and when a wait is reported
 of a program that runs.
 """
 
-import threading
 from collections import Counter
 
+from jax_intranode._src.native import threads
+
 # Guards what follows.
-_lock = threading.Lock()
+_lock = threads.Lock()
 # By (operation, algorithm).
 _lowered: Counter[tuple[str, str]] = Counter()
 _nbytes: Counter[tuple[str, str]] = Counter()

@@ -11,7 +11,6 @@ import atexit
 import contextlib
 import logging
 import os
-import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -21,7 +20,7 @@ import jax
 
 from jax_intranode._src.health import call_sites, counts
 from jax_intranode._src.jax_private import runtime_errors
-from jax_intranode._src.native import definitions, extension
+from jax_intranode._src.native import definitions, extension, threads
 
 _log = logging.getLogger("jax_intranode")
 
@@ -79,15 +78,15 @@ class CommunicationError(RuntimeError):
 
 
 # Guards what follows.
-_lock = threading.RLock()
+_lock = threads.RLock()
 _last: Failure | None = None
 _in_force = False  # whether `_last` has happened since the last `shutdown`
 _pid = os.getpid()
 
 # The process of a device, by the device's id; once a platform is watched.
 _process_of: Callable[[int], int | None] | None = None
-_thread: threading.Thread | None = None
-_ending = threading.Event()
+_thread: threads.Thread | None = None
+_ending = False
 
 # Errors of XLA with these beginnings tell of a wrong program, and not of a lost context.
 _UNRELATED = ("INVALID_ARGUMENT", "UNIMPLEMENTED", "NOT_FOUND", "RESOURCE_EXHAUSTED")
@@ -108,14 +107,13 @@ def watch(platform: str, process_of: Callable[[int], int | None], report_after_s
     if _thread is None:
         _pid = os.getpid()
         runtime_errors.show_in_runtime_errors(_shown_in)
-        _thread = threading.Thread(target=_follow, name="jax_intranode monitor", daemon=True)
-        _thread.start()
+        _thread = threads.Thread(_follow, "jax_intranode monitor")
         atexit.register(_end_thread)
 
 
 def _follow() -> None:
     module = extension.module("cpu")
-    while not _ending.is_set():
+    while not _ending:
         module.await_news(3600.0)
         for is_wait, text in module.take_warnings():
             _logged(logging.WARNING, text)
@@ -126,9 +124,10 @@ def _follow() -> None:
 
 def _end_thread() -> None:
     """At exit: a thread that comes back from C++ while Python ends would abort the process."""
+    global _ending
     if os.getpid() != _pid or _thread is None:
         return
-    _ending.set()
+    _ending = True
     extension.module("cpu").end_news()
     _thread.join(1)
 

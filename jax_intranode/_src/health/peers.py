@@ -17,12 +17,9 @@ from opcode import opname
 from typing import Any
 
 import jax
-import numpy as np
-from jax.sharding import Mesh, NamedSharding
-from jax.sharding import PartitionSpec as P
 
 from jax_intranode._src.health import failures
-from jax_intranode._src.jax_private import distributed
+from jax_intranode._src.jax_private import distributed, last_program
 from jax_intranode._src.native import extension
 
 # How long a process may be silent until it counts as stopped. JAX ends all processes when one has
@@ -155,6 +152,28 @@ def _take_part_in_the_end() -> None:
     _takes_part, _pid = True, os.getpid()
     distributed.at_end_of_backends(_drain)
     distributed.bound_distributed_shutdown(_say_goodbye, _won_t_come, _after_barrier)
+    process = sys.modules.get("multiprocessing.process")
+    if process is not None and process.parent_process() is not None:
+        with contextlib.suppress(RuntimeError):  # it is at its end already
+            getattr(threading, "_register_atexit")(_end_of_child)  # noqa: B009, not in the stubs
+
+
+def _end_of_child() -> None:
+    """Tells the peers when the function of a process of `multiprocessing` has returned or raised.
+
+    By the methods "fork" and "forkserver" the process may end without exit handlers. Python has
+    shown an exception and forgotten it; what remains is the exit code. Threads of the program may
+    go on: then they take back that this process has finished.
+    """
+    frame = sys._getframe()
+    while frame.f_code.co_name != "_bootstrap" and frame.f_back is not None:
+        frame = frame.f_back
+    code = frame.f_locals.get("exitcode")
+    if code:
+        fails_with(RuntimeError("exit code 1") if code == 1 else SystemExit(code))
+    _drain()
+    for watch in [] if _fails else _watches:
+        watch.native.finish()
 
 
 def _uncaught() -> BaseException | None:
@@ -225,7 +244,7 @@ def _drain() -> None:
         arrays: list[Any] = []
         with contextlib.suppress(Exception):
             arrays += jax.live_arrays(platform)
-            arrays.append(_last_result(platform))
+            arrays += _last_results(platform)
         for array in arrays:
             with contextlib.suppress(Exception):  # who needed a result has seen its error
                 while not array.is_ready() and time.monotonic() < end:
@@ -236,23 +255,18 @@ def _drain() -> None:
     _tell_failure()
 
 
-def _last_result(platform: str) -> jax.Array:
-    """An array that is ready when nothing runs that was dispatched before on these devices.
+def _last_results(platform: str) -> list[jax.Array]:
+    """Arrays that are ready when nothing runs that was dispatched before on these devices.
 
     Live arrays don't tell: a program whose results were dropped runs on. The result of a program
-    over all local devices does, because XLA's CPU client runs such programs one after another. The
-    program has no collective, for which XLA would connect the devices anew.
+    over all local devices does, because XLA's CPU client runs such programs one after another.
 
     Raises OSError where few files can be opened: XLA:GPU, which needs some, would abort.
     """
     with contextlib.ExitStack() as opened:
         for _ in range(_FILES_TO_COMPILE if platform == "gpu" else 0):
             opened.enter_context(open(os.devnull))
-    mesh = Mesh(np.array(jax.local_devices(backend=platform)), ("x",))
-    split = NamedSharding(mesh, P("x"))
-    with jax.set_mesh(mesh), jax.transfer_guard("allow"):  # whatever the program has set
-        x = jax.device_put(np.zeros(mesh.size, np.float32), split)
-        return jax.jit(lambda x: x + 1, out_shardings=split)(x)
+    return last_program.results(platform)
 
 
 def _say_goodbye() -> None:
@@ -271,7 +285,7 @@ def _say_goodbye() -> None:
         return
     if not distributed.is_ending():
         # The program calls jax.distributed.shutdown() itself, and may go on, also in exit handlers.
-        if threading.main_thread().is_alive() or not _tell_failure():
+        if not distributed.exits() or not _tell_failure():
             _after_barrier(in_barrier=True)
         return
     if _tell_failure():

@@ -1,18 +1,22 @@
 """``jax.distributed``: its key-value store, its beginning under a launcher, and its end."""
 
+import atexit
 import ctypes
 import functools
 import inspect
-import queue
+import os
 import threading
 import time
 import traceback
+from _queue import SimpleQueue  # gevent replaces that of `queue`
 from collections.abc import Callable
 from typing import Any
 
 import jax
 from jax._src import api, distributed, xla_bridge
 from jaxlib import _jax
+
+from jax_intranode._src.native import threads
 
 
 def key_value_client() -> Any | None:
@@ -41,7 +45,7 @@ def at_end_of_backends(action: Callable[[], None]) -> None:
     @functools.wraps(of_jax)
     def clear_backends(*args: Any, **kwargs: Any) -> Any:
         global _is_ending
-        if threading.main_thread().is_alive():
+        if not exits():
             return of_jax(*args, **kwargs)
         _is_ending = True
         for action in _at_end:
@@ -55,7 +59,7 @@ def at_end_of_backends(action: Callable[[], None]) -> None:
     @functools.wraps(clear_caches_of_jax)
     def clear_caches() -> None:
         global _is_ending
-        _is_ending = _is_ending or not threading.main_thread().is_alive()
+        _is_ending = _is_ending or exits()
         clear_caches_of_jax()
 
     api.clear_backends, api.clear_caches = clear_backends, clear_caches
@@ -63,6 +67,19 @@ def at_end_of_backends(action: Callable[[], None]) -> None:
 
 _at_end: list[Callable[[], None]] = []
 _is_ending = False
+_exits = False
+
+
+def exits() -> bool:
+    """Whether Python has begun with the exit handlers."""
+    return _exits or not threading.main_thread().is_alive()
+
+
+@atexit.register
+def _note_exit() -> None:
+    """For gevent, with which the main thread stays alive."""
+    global _exits
+    _exits = True
 
 
 def is_ending() -> bool:
@@ -119,7 +136,8 @@ def bound_distributed_shutdown(
         return
     of_jax = state.shutdown
     # A call asks with a list, which gets the error of JAX, or None, when JAX has ended.
-    asked: queue.SimpleQueue[list[BaseException | None]] = queue.SimpleQueue()
+    asked: SimpleQueue[list[BaseException | None]] = SimpleQueue()
+    pid = os.getpid()
 
     def end() -> None:
         while True:
@@ -131,13 +149,12 @@ def bound_distributed_shutdown(
                 outcome.append(error)
 
     # Started here: at exit Python 3.12 starts no threads.
-    thread = threading.Thread(target=end, name="jax_intranode shutdown", daemon=True)
-    thread.start()
+    threads.Thread(end, "jax_intranode shutdown")
 
     def shutdown() -> None:
         try:
             _undisturbed(begins)
-            if state.client is None or not thread.is_alive():  # not alive: in a forked child
+            if state.client is None or os.getpid() != pid:  # a forked child has no thread
                 return of_jax()
             started, serves = time.monotonic(), state.service is not None
             outcome: list[BaseException | None] = []

@@ -3,6 +3,7 @@
 0.10.2 and later: JAX passes the module context to lowering rules, but its fields are private.
 """
 
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -28,6 +29,17 @@ def lowering_mesh(ctx: Any) -> tuple[Any, frozenset[str]] | None:
 def lowering_for_export(ctx: Any) -> bool:
     """Whether a lowering rule runs under ``jax.export``."""
     return bool(ctx.module_context.lowering_parameters.for_export)
+
+
+def lowering_for_call() -> bool:
+    """Whether the program that is lowered is called, and not only asked for by ``lower``.
+
+    0.10.2 to 0.12: the function below calls a program. Where it has another name, this is False.
+    """
+    frame = sys._getframe()
+    while frame.f_back is not None and frame.f_code.co_name != "_pjit_call_impl_python":
+        frame = frame.f_back
+    return frame.f_back is not None
 
 
 def lowering_program_name(ctx: Any) -> str:

@@ -1,8 +1,9 @@
 """The processes of a mesh agree on whether to rewrite a program.
 
 All processes must rewrite a program, or none: a process that runs our operation waits for peers
-that run it too. A process may lower a program that the others do not lower (``f.lower(...)`` on one
-rank), and a process may have nothing installed. Neither may cost more than a few seconds.
+that run it too. All processes come to a program that is called, some late: they load data first. So
+a call waits as long as a rendezvous. A process may lower a program that the others do not lower
+(``f.lower(...)`` on one rank), which may not cost more than a few seconds.
 
 So before the first rewriting over a set of devices, each process says in JAX's key-value store that
 it lowers this program, and waits for the others. If all are there, one of them claims the decision
@@ -27,18 +28,21 @@ import jax
 
 from jax_intranode._src.group import key_value_store, rendezvous
 from jax_intranode._src.health import failures, peers
-from jax_intranode._src.jax_private import jaxpr_walk, lax_collectives
+from jax_intranode._src.jax_private import jaxpr_walk, lax_collectives, lowering_context
 from jax_intranode._src.ops.lowering_site import device_ids
+from jax_intranode._src.selection import config
 
 _log = logging.getLogger("jax_intranode")
 
-# Seconds that a process waits for the others; and when it has waited in vain for these devices.
+# Seconds that a process waits for the others where it does not call the program; and when a call
+# has waited in vain for these devices.
 FIRST_WAIT_S = 10.0
 LATER_WAIT_S = 1.0
 # How often a process that waits looks whether another one is gone.
 _LOOK_S = 0.2
 
-# By device ids: whether all processes have been there at the same time.
+# By device ids: whether all processes have been there at the same time; False after a call that has
+# waited in vain.
 _met: dict[tuple[int, ...], bool] = {}
 
 
@@ -53,14 +57,15 @@ def reason_not_to_rewrite(mesh: jax.sharding.Mesh, body: Any) -> str | None:
     if jax.process_index() not in _processes(mesh):
         return rendezvous.NOT_HERE
     devices = device_ids(mesh)
-    wait_s = LATER_WAIT_S if devices in _met else FIRST_WAIT_S
+    wait_s = LATER_WAIT_S if devices in _met else wait_s_of_program()
     late = f"has not lowered this program within {wait_s:g} s: {_why_late('install()')}"
     try:
         store = _store(mesh, f"rewrite/{_fingerprint(devices, body)}")
     except RuntimeError as error:
         return str(error)
     reason = _decide(store, mesh, "", 0 if _met.get(devices) else wait_s, late)
-    _met[devices] = _met.get(devices, False) or reason is None
+    if reason is None or lowering_context.lowering_for_call():
+        _met[devices] = _met.get(devices, False) or reason is None
     if reason is not None:
         _log.warning("A program is left to jax.lax: %s.", reason)
     return reason
@@ -98,14 +103,14 @@ def reason_for_no_auto(mesh: jax.sharding.Mesh) -> str | None:
         return rendezvous.NOT_HERE
     key = rendezvous.generation(), device_ids(mesh)
     if key not in _meetings:
-        late = f"has not lowered an auto-sharded program within {FIRST_WAIT_S:g} s: " + _why_late(
-            "install(auto=True)"
-        )
+        wait_s = wait_s_of_program()
+        why = _why_late("install(auto=True)")
+        late = f"has not lowered an auto-sharded program within {wait_s:g} s: {why}"
         try:
             store = _store_of_auto(mesh, "meeting")
         except RuntimeError as error:
             return str(error)
-        _meetings[key] = _Meeting(_decide(store, mesh, "", FIRST_WAIT_S, late))
+        _meetings[key] = _Meeting(_decide(store, mesh, "", wait_s, late))
         _warn_of(_meetings[key])
     return _meetings[key].reason
 
@@ -125,7 +130,7 @@ def same_everywhere(mesh: jax.sharding.Mesh, program: Callable[[], str], taken: 
     store = _store_of_auto(mesh, f"program/{program()}")
     if not meeting.compared:
         late = "has not lowered the program that others have lowered"
-        meeting.reason = _decide(store, mesh, taken, FIRST_WAIT_S, late)
+        meeting.reason = _decide(store, mesh, taken, wait_s_of_program(), late)
         meeting.compared = True
         _warn_of(meeting)
         return meeting.reason
@@ -148,6 +153,11 @@ def _store_of_auto(mesh: jax.sharding.Mesh, what: str) -> key_value_store.Store:
 
 
 # How the processes of a mesh decide.
+
+
+def wait_s_of_program() -> float:
+    """How long a process waits for the others to lower the program that it lowers."""
+    return config.get().meeting_s if lowering_context.lowering_for_call() else FIRST_WAIT_S
 
 
 def _why_late(call: str) -> str:
@@ -192,7 +202,8 @@ def _decide(
 def _missing(store: key_value_store.Store, mesh: jax.sharding.Mesh, seconds: float) -> list[int]:
     """The processes that have not come in time."""
     deadline = key_value_store.Deadline(seconds)
-    missing = []
+    report = key_value_store.Deadline(config.get().report_after_s)
+    missing, is_reported = [], False
     for process in _processes(mesh):
         rendezvous.raise_if_failed(mesh.devices.flat)
         ids = tuple(d.id for d in mesh.devices.flat if d.process_index == process)
@@ -207,6 +218,13 @@ def _missing(store: key_value_store.Store, mesh: jax.sharding.Mesh, seconds: flo
             if deadline.passed():
                 missing.append(process)
                 break
+            if report.passed() and not is_reported:
+                is_reported = True
+                _log.warning(
+                    "This process has waited %g s for process %d to lower the same program: %s. "
+                    "It goes on without it after %g s.",
+                    *(report.seconds, process, _why_late("install()"), seconds),
+                )
     return missing
 
 

@@ -10,9 +10,11 @@ import os
 import select
 import selectors
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from types import TracebackType
 from typing import IO, Any, NamedTuple, Self
 
@@ -57,7 +59,8 @@ class Job:
             a signal, use `send`.
         exit_codes: the exit code of each rank in rank order, minus the signal's number if a signal
             has ended it, or None while it runs.
-        first_failed: the rank that was the first to end with another exit code than 0, or None.
+        first_failed: when a rank has ended with another exit code than 0, the rank that failed
+            first: by its own word, or else by its end.
     """
 
     def __init__(
@@ -66,12 +69,15 @@ class Job:
         *,
         env: Sequence[Mapping[str, str]],
         streams: Sequence[Streams],
+        told_at: str | None = None,
     ) -> None:
         """Starts the ranks.
 
         Args:
             env: for each rank, variables to add to this process's environment.
             streams: for each rank, where its input comes from and its output goes.
+            told_at: the path of a socket at which ranks tell that they fail, see start_rank.py. A
+                rank may end later than a peer that fails because of it.
 
         Raises:
             OSError: a command cannot be started. No rank is left.
@@ -83,6 +89,13 @@ class Job:
         self._ends = selectors.EpollSelector()  # of the ranks
         self._selector = selectors.EpollSelector()  # of all that is waited for
         self._selector.register(self._ends.fileno(), selectors.EVENT_READ, self._take_ends)
+        # By rank that has told: its exit code, whether it fails because of a peer, and which ranks
+        # were ending when it told.
+        self._told: dict[int, tuple[int, bool, list[int]]] = {}
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK)
+        if told_at is not None:
+            self._socket.bind(told_at)
+            self._ends.register(self._socket, selectors.EVENT_READ, self._take_told)
         self._guard = subprocess.Popen(
             [sys.executable, "-I", "-S", "-c", _GUARD],
             stdin=subprocess.PIPE,
@@ -171,12 +184,16 @@ class Job:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(_KILLED_S)
             code = process.returncode
-            self.exit_codes[rank] = -signal.SIGKILL if code is None else code
+            code = -signal.SIGKILL if code is None else code
+            if rank == self.first_failed and code in (0, -signal.SIGTERM, -signal.SIGKILL):
+                code = self._told.get(rank, (code,))[0]  # it was ended on its way to this one
+            self.exit_codes[rank] = code
         for pidfd in self._pidfds.values():
             os.close(pidfd)
         self._pidfds.clear()
         self._selector.close()
         self._ends.close()
+        self._socket.close()
         self._guard.kill()
         self._guard.communicate()
 
@@ -187,8 +204,16 @@ class Job:
                     os.killpg(process.pid, number)
 
     def _take_ends(self) -> None:
-        for key, _ in self._ends.select(0):
+        for key, _ in self._ends.select(0):  # in the order in which they came
             key.data()
+
+    def _take_told(self) -> None:
+        with contextlib.suppress(BlockingIOError, ValueError):
+            while True:
+                rank, code, follows = map(int, self._socket.recv(100).split())
+                if 0 <= rank < len(self.processes):
+                    ending = [r for r, process in enumerate(self.processes) if _ends(process.pid)]
+                    self._told.setdefault(rank, (code, bool(follows), ending))
 
     def _ended(self, rank: int) -> None:
         pid = self.processes[rank].pid
@@ -197,7 +222,14 @@ class Job:
         ended_itself = status.si_code == os.CLD_EXITED
         self.exit_codes[rank] = status.si_status if ended_itself else -status.si_status
         if self.exit_codes[rank] and self.first_failed is None:
-            self.first_failed = rank  # the selector gives events in the order in which they came
+            for first, (_, follows, ending) in self._told.items():
+                # A rank that a signal or os._exit ends tells nothing, and is missed before its end.
+                is_missed = rank in ending and rank not in self._told
+                if not (follows or is_missed) and self.exit_codes[first] != 0:
+                    break
+            else:
+                first = rank
+            self.first_failed = first
         self._ends.unregister(self._pidfds[rank])
         os.close(self._pidfds.pop(rank))
 
@@ -211,3 +243,9 @@ class Job:
         trace: TracebackType | None,
     ) -> None:
         self.end()
+
+
+def _ends(pid: int) -> bool:
+    """Whether the system is ending a process of this one, or has ended it."""
+    flags = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[6]
+    return bool(int(flags) & 4)  # PF_EXITING

@@ -14,6 +14,8 @@ from jax_intranode._src.command_line.launcher.own_files import open_own
 # How many of a rank's last lines the report of a failure shows, and how much of a line.
 _TAIL_LINES = 30
 _TAIL_BYTES = 400
+# How messages of this package begin.
+_OURS = b"jax_intranode: "
 # After this time a line that has not ended is shown as it is: a progress bar, or a question.
 _PATIENCE_S = 1.0
 _READ_BYTES = 1 << 16
@@ -98,7 +100,13 @@ class RankOutput:
 
 
 class Stream:
-    """The stdout or the stderr of a rank, line by line."""
+    """The stdout or the stderr of a rank, line by line.
+
+    Attributes:
+        last: whose line was shown last, and where.
+    """
+
+    last: tuple[RankOutput, Screen] | None = None
 
     def __init__(self, pipe: IO[bytes], output: RankOutput, screen: Screen) -> None:
         """Begins with an empty line.
@@ -153,7 +161,13 @@ class Stream:
             self._line = b""
 
     def _show(self, lines: Sequence[bytes]) -> None:
-        # What a terminal would have at the end of a line that was written over.
-        texts = [line.rstrip(b"\r").rpartition(b"\r")[2] for line in lines]
-        self._output.tail.extend(text[:_TAIL_BYTES] for text in texts)
+        texts, tail = [], self._output.tail
+        for line in lines:
+            # What a terminal would have at the end of a line that was written over.
+            text = line.rstrip(b"\r").rpartition(b"\r")[2]
+            # At its end a rank prints the message of a failure again.
+            if not text.startswith(_OURS) or text[:_TAIL_BYTES] not in tail:
+                tail.append(text[:_TAIL_BYTES])
+                texts.append(text)
+        Stream.last = (self._output, self._screen) if texts else Stream.last
         self._screen.write(b"".join(self._output.prefix + text + b"\n" for text in texts))

@@ -104,16 +104,49 @@ def main() -> None:
         import_package()
     _remain_what_it_is(own)
     sys.orig_argv[sys.orig_argv.index(sys.argv[0]) :] = arguments
+    pid = os.getpid()
     try:
         run_as_main(arguments[is_module:], is_module=is_module)
     except BaseException as error:
         if isinstance(error, SystemExit) and error.code in (None, 0):
             _finish("--compare" in options)
         elif is_rank:
+            _tell_launcher(error, pid)
             _fails_with(error)
             _leave()
         raise
     _finish("--compare" in options)
+
+
+def told_at(coordinator: str) -> str:
+    """Where the ranks tell the launcher that they fail: beside JAX's coordination service."""
+    return coordinator.removeprefix("unix:").rpartition("/")[0] + "/told"
+
+
+def _tell_launcher(error: BaseException, pid: int) -> None:
+    """Tells the launcher at once: peers that fail because of this rank may end before it.
+
+    A rank whose communication has failed says that it follows: it is such a peer.
+    """
+    failures = sys.modules.get("jax_intranode._src.health.failures")
+    code = _exit_code(error)
+    with contextlib.suppress(Exception):  # then the launcher goes by the ends of processes
+        if code and os.getpid() == pid:
+            import _socket  # not `socket`, which gevent replaces
+
+            follows = failures is not None and failures.current() is not None
+            text = f"{os.environ['JAX_INTRANODE_RANK']} {code} {follows:d}"
+            to = told_at(os.environ["JAX_INTRANODE_COORDINATOR"])
+            teller = _socket.socket(_socket.AF_UNIX, _socket.SOCK_DGRAM | _socket.SOCK_NONBLOCK)
+            teller.sendto(text.encode(), to)
+            teller.close()
+
+
+def _exit_code(error: BaseException) -> int:
+    """The code with which Python ends because of an exception; minus a signal's number."""
+    if not isinstance(error, SystemExit):
+        return -2 if isinstance(error, KeyboardInterrupt) else 1
+    return error.code & 0xFF if isinstance(error.code, int) else int(error.code is not None)
 
 
 def command(*options: str) -> list[str]:

@@ -98,6 +98,13 @@ def steps(out: Path, devices: int, cpu: bool) -> list[tuple[str, str, int, str, 
         add("decode", name, 180, f"{peer} {model} --json {out}/{name}.json")
     for name in ("decode_scanned", "decode_unrolled", "transformer", "mlp_block", "train_step"):
         bench("matmuls", name, 80, name)
+    # In two commands, because starting processes and JAX takes as long as a program.
+    ways = "--ways ours,lax,none --lax-flags tuned"
+    for name, programs in {
+        "decoding": "decode_8b_1,decode_8b_16,decode_unrolled",
+        "training": "transformer,train_step,train_step_sequence_parallel,mlp_block",
+    }.items():
+        bench("programs", f"programs_{name}", 280, f"{programs} {ways}")
     for name in ("all_gather_matmul", "matmul_reduce_scatter"):
         bench("matmuls", name, 100, f"{name} {preset}")
         bench("matmuls", f"{name}_backward", 120, f"{name} {preset} --backward")

@@ -660,6 +660,10 @@ def without_communication(name: str, mesh: Mesh) -> tuple[Program, int] | None:
     elif name.startswith("auto_"):
         return None
     step, arguments = build(lax, mesh)
+    # A program's results have the shardings of its arguments.
+    shardings = jax.tree.map(lambda argument: argument.sharding, arguments)
     if isinstance(step, ReturningWeights):
-        return (replace(step, jitted=local(step.jitted, arguments)), arguments), calls
-    return (local(step, arguments), arguments), calls
+        step = replace(step, jitted=local(step.jitted, arguments, shardings[0]))
+    else:
+        step = local(step, arguments, shardings)
+    return (step, arguments), calls

@@ -13,23 +13,25 @@ from jax_intranode._src.jax_private import jaxpr_edit, jaxpr_walk, lax_collectiv
 from jax_intranode._src.jax_private.lax_collectives import LaxCollective
 
 
-def without_communication(jitted: Callable[..., Any], arguments: Sequence[Any]) -> Any:
+def without_communication(
+    jitted: Callable[..., Any], arguments: Sequence[Any], out_shardings: Any = None
+) -> Any:
     """Returns a jitted function like another one, without its collectives, for such arguments.
 
     A local operation with a result of the same type takes the place of each collective, those that
     JAX has inserted included. So the values of the results are wrong. What XLA's partitioner adds
     stays.
+
+    Args:
+        out_shardings: as for ``jax.jit``.
     """
     jaxpr, result = jax.make_jaxpr(jitted, return_shape=True)(*arguments)
     flat = core.jaxpr_as_fun(_Remover().rewrite(jaxpr))
-    leaves, structure = jax.tree.flatten(result)
-    # Results have the shardings of the arguments, and a single result that of the first one.
-    shardings = [argument.sharding for argument in jax.tree.leaves(tuple(arguments))]
 
     def function(*arguments: Any) -> Any:
-        return jax.tree.unflatten(structure, flat(*jax.tree.leaves(arguments)))
+        return jax.tree.unflatten(jax.tree.structure(result), flat(*jax.tree.leaves(arguments)))
 
-    return jax.jit(function, out_shardings=jax.tree.unflatten(structure, shardings[: len(leaves)]))
+    return jax.jit(function, out_shardings=out_shardings)
 
 
 class _Remover(jaxpr_edit.JaxprRewriter):

@@ -104,12 +104,14 @@ def call_sites_in(module: str) -> dict[str, str]:
             frame = int(parent or base) - base
         return call_sites.call_site(stack)
 
-    metadata = r'metadata={(?:op_name="([^"]*)")?[^}]*stack_frame_id=(\d+)'
-    found = re.findall(rf"^ *(?:ROOT )?%?([\w.-]+) = .*{metadata}", module, re.MULTILINE)
-    return {
-        name: site(int(frame)) + (", backward" if "transpose(" in scopes else "")
-        for name, scopes, frame in found
-    }
+    # A kernel may have the name that its instruction had when XLA scheduled it.
+    metadata = r'metadata={(?:op_name="([^"]*)")?(?: scheduling_name="([^"]*)")?[^}]*'
+    instruction = rf"^ *(?:ROOT )?%?([\w.-]+) = .*{metadata}stack_frame_id=(\d+)"
+    sites = {}
+    for name, scopes, scheduled, frame in re.findall(instruction, module, re.MULTILINE):
+        backward = ", backward" if "transpose(" in scopes else ""
+        sites[name] = sites[scheduled or name] = site(int(frame)) + backward
+    return sites
 
 
 def by_call_site(events: Iterable[Any], sites: Mapping[str, str]) -> list[str]:

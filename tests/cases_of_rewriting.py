@@ -14,6 +14,7 @@ from cases import Case, line
 from cases import case as register
 from jax import lax
 from jax.experimental import multihost_utils
+from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -235,6 +236,30 @@ def auto_all_ranks_rewrite() -> None:
         start = time.monotonic()
         assert "jax_intranode" in auto_program().lower(*auto_arguments(16)).as_text()
         assert time.monotonic() - start < agreement.FIRST_WAIT_S
+
+
+@case
+def auto_custom_partitioning() -> None:
+    """A lowered call of custom_partitioning holds an address, which differs between processes."""
+    relu = custom_partitioning(jax.nn.relu)
+    relu.def_partition(
+        partition=lambda mesh, operands, result: (
+            mesh,
+            jax.nn.relu,
+            result.sharding,
+            (operands[0].sharding,),
+        ),
+        infer_sharding_from_operands=lambda mesh, operands, result: operands[0].sharding,
+        sharding_rule="i j -> i j",
+    )
+    arguments = auto_arguments(4)
+    program = jax.jit(lambda x, up, down: relu(x @ up) @ down)
+    wanted = local(program(*arguments))
+    jax_intranode.install(auto=True)
+    before = jax_intranode.usage_counter()
+    with mock.patch.object(agreement, "FIRST_WAIT_S", WAIT_S):
+        check(local(program(*arguments)), wanted, 1e-4)
+    assert jax_intranode.usage_counter() > before
 
 
 @case

@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from bench_peers import lax_flags
 from bench_programs import definitions as programs
 from bench_programs import measure as measure_program
 from bench_settings import RunHere, mesh_of_two, settings_of
@@ -23,7 +24,7 @@ from tiers import full, quick
 
 import jax_intranode
 from jax_intranode._src.command_line import machine
-from jax_intranode._src.command_line.bench import measure, report
+from jax_intranode._src.command_line.bench import measure, report, timing
 from jax_intranode._src.command_line.launcher.runs import MODES, ProgressLine
 from jax_intranode._src.command_line.options import WrongInput
 from jax_intranode._src.selection import table
@@ -42,7 +43,11 @@ def stand_in(library: Any, mesh: jax.sharding.Mesh) -> tuple[Callable[..., Any],
     program = jax.shard_map(
         step, mesh=mesh, in_specs=(spec, spec), out_specs=(spec, spec), check_vma=False
     )
-    return jax.jit(program), (jnp.ones(8), jnp.zeros(8))
+    sharding = jax.sharding.NamedSharding(mesh, spec)
+    return jax.jit(program), (
+        jax.device_put(jnp.ones(8), sharding),
+        jax.device_put(jnp.zeros(8), sharding),
+    )
 
 
 def test_program(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -53,7 +58,37 @@ def test_program(monkeypatch: pytest.MonkeyPatch) -> None:
     assert row["time_p99_us"] >= row["time_us"] > 0
     cells = report.line(measure_program.TABLE, row).split()
     assert cells[0] == "stand_in"
-    assert cells[-1] == "1.0e-03"
+    assert "1.0e-03" in cells
+
+
+def test_the_bound_of_a_program(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The columns without communication; one call of the bound is worth two of this program."""
+    us = {"ours": 30.0, "lax": 40.0, "none": 40.0}
+    spreads = {"ours": 0.1, "lax": 0.3, "none": 0.0}
+    monkeypatch.setitem(programs.PROGRAMS, "stand_in", stand_in)
+    bound = stand_in(jax.lax, mesh_of_two())
+    monkeypatch.setattr(measure_program, "without_communication", lambda *_: (bound, 2))
+
+    def compare(runs: Any, *_: Any, **__: Any) -> Any:
+        return {name: timing.Times(us[name], us[name], spreads[name]) for name in runs}, 0
+
+    monkeypatch.setattr(timing, "compare", compare)
+    settings = settings_of("stand_in", ways=["ours", "none"])
+    row, _ = measure_program.measure(settings, mesh_of_two())
+    assert (row["none_time_us"], row["hidden_share"], row["none_ratio"]) == (20, 0.5, 1.5)
+    assert row["unedited_time_us"] is row["unedited_ratio"] is None
+    assert row["doubts"] == ["lax spread 30%"]
+    line = report.line(measure_program.TABLE, row)
+    assert re.search(r"\| +20\.0 +20\.0 +- +- \| +0\.50 +1\.50 \|", line), line
+    assert line.endswith(" | doubtful: lax spread 30%")
+
+    us["none"] = 100.0  # longer than lax: there is nothing to hide
+    row, _ = measure_program.measure(settings, mesh_of_two())
+    assert row["hidden_share"] is None and row["none_ratio"] == 0.6
+
+    row, _ = measure_program.measure(settings_of("stand_in", ways=["lax"]), mesh_of_two())
+    assert row["time_us"] is row["ratio"] is row["none_time_us"] is row["hidden_share"] is None
+    assert row["lax_time_us"] == 40 and row["difference"] == 0
 
 
 def test_difference_of_infinite_values() -> None:
@@ -217,6 +252,74 @@ def test_ranks_end_with_the_benchmark(tmp_path: Path) -> None:
     assert bench.wait(timeout=60) == 128 + 15
     bench.stdout.close()
     assert children and not any(Path(f"/proc/{child}").exists() for child in children)
+
+
+# jax.lax with XLA's flags tuned.
+
+
+def test_lax_with_tuned_flags(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, run_here: RunHere
+) -> None:
+    known, unknown = lax_flags.FLAGS[0], "--xla_gpu_enable_pipelined_collectives=true"
+    monkeypatch.setattr(lax_flags, "FLAGS", (unknown, known))
+    file = tmp_path / "rows.json"
+    command = (
+        f"bench psum -b 1K -e 1K --platform cpu --mode {MODES[1]} --devices 2 -n 3 -w 0 --chain 2 "
+        f"--lax-flags tuned --json {file}"
+    )
+    code, out, err = run_here(command)
+    assert code == 0, out + err
+    assert out.startswith(
+        f"# lax tuned: {known}\n# lax tuned, not known to this jaxlib: {unknown}\n# psum, 2 x"
+    )
+    assert re.search(r"  1024 .* \| lax tuned: +\d+\.\d\d", out)
+    result = json.loads(file.read_text())
+    assert result["header"]["lax_flags"] == known
+    assert known not in result["header"]["xla_flags"]  # lax runs as before beside it
+    (row,) = result["rows"]
+    assert row["lax_tuned_time_p99_us"] >= row["lax_tuned_time_us"] >= 0
+    assert row["lax_tuned_wrong"] == 0
+
+    monkeypatch.setattr(lax_flags, "known_flags", lambda: unknown)  # XLA ends the ranks
+    file.unlink()
+    code, out, err = run_here(command)
+    assert code == 0 and "# lax tuned not measured: it failed." in err, out + err
+    (row,) = json.loads(file.read_text())["rows"]
+    assert row["lax_tuned_time_us"] is None and row["lax_time_us"] >= 0
+
+
+def test_several_programs_in_the_same_processes(tmp_path: Path, run_here: RunHere) -> None:
+    code, out, err = run_here(
+        f"bench norms_6,norms_1 --platform cpu --mode {MODES[1]} --devices 2 -n 1 -w 0 --chain 1 "
+        f"--ways none --json {tmp_path}/rows.json"
+    )
+    assert code == 0, out + err
+    rows = json.loads((tmp_path / "rows.json").read_text())["rows"]
+    assert [row["program"] for row in rows] == ["norms_6", "norms_1"]
+    for row in rows:
+        assert row["time_us"] is row["unedited_time_us"] is None
+        assert row["none_time_us"] > 0 and row["lax_time_us"] > 0
+    assert out.count("ours/none") == 1
+
+
+# Marks of doubtful rows.
+
+
+def test_doubts() -> None:
+    right = timing.Times(10.0, 11.0, 0.2)
+    assert timing.fields({"ours": right, "lax": right})["doubts"] == []
+    times = {"ours": timing.Times(0.004, 1.0, 0.1), "lax": right, "alone": right._replace(spread=1)}
+    fields = timing.fields(times)
+    assert fields["doubts"] == ["ours 0.00 us", "alone spread 100%"]
+    assert (fields["spread"], fields["lax_spread"]) == (0.1, 0.2)
+
+
+def test_the_spread_is_that_of_the_quartiles() -> None:
+    # Of the two devices of this process the second has the larger spread, the first larger times.
+    first, second = [100.0] * 4, [10.0, 20, 30, 90]
+    times = timing.of_slowest("spread", first, second)
+    assert times.p50 == 100
+    assert times.spread == pytest.approx((45 - 17.5) / 25)
 
 
 # Options, and the progress line.

@@ -1,5 +1,6 @@
 """The tools in their smallest runs. Their figures are judged by those who use them."""
 
+import argparse
 import importlib.util
 import json
 import math
@@ -8,16 +9,24 @@ import random
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import compare_versions
+import gpu_checks
+import jax
+import jax.numpy as jnp
 import performance_page
+import profiled_overlap
 import pytest
 import tune_profile
 from bench_peers import registry as peers
 from bench_settings import settings_of
+from devices import need_devices
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
 
 from jax_intranode import __main__ as command_line
+from jax_intranode._src.command_line.bench import command as bench_command
 from jax_intranode._src.command_line.bench import report
 from jax_intranode._src.command_line.launcher.runs import MODES, SINGLE_PROCESS, ProgressLine
 from jax_intranode._src.native import definitions
@@ -270,3 +279,67 @@ def test_a_probe_with_wrong_results_gives_no_profile(
             ("all_gather_matmul", 2, 512, 64, 64),
             ["tile_columns=128"],
         )
+
+
+# What needs GPUs.
+
+
+def test_gpu_checks_measures_programs_in_four_ways(tmp_path: Path) -> None:
+    """Decoding and training: lax, lax with tuned flags, ours, and without communication."""
+    steps = [step for step in gpu_checks.steps(tmp_path, 2, True) if step[0] == "programs"]
+    parser = argparse.ArgumentParser()
+    bench_command.add_arguments(parser)
+    asked = [parser.parse_args(command.split(" bench ")[1].split()) for *_, command, _ in steps]
+    assert ",".join(options.name for options in asked).split(",") == [
+        *("decode_8b_1", "decode_8b_16", "decode_unrolled"),
+        *("transformer", "train_step", "train_step_sequence_parallel", "mlp_block"),
+    ]
+    for options in asked:
+        assert options.ways == ["ours", "lax", "none"] and options.lax_flags == "tuned"
+    assert sum(limit_s for _, _, limit_s, *_ in steps) <= 570  # one run of the tool
+
+
+class Event(NamedTuple):
+    """A kernel in a profile."""
+
+    name: str
+    duration_ns: int
+    stats: list[tuple[str, str]]
+
+
+def test_kernels_by_call_site() -> None:
+    need_devices(2)
+    mesh = jax.make_mesh((2,), ("x",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
+
+    def body(x: jax.Array) -> jax.Array:
+        y = jax.lax.psum(x, "x")
+        return jnp.sin(y)
+
+    mapped = jax.shard_map(body, mesh=mesh, in_specs=P("x"), out_specs=P())
+    line = body.__code__.co_firstlineno
+    text = jax.jit(mapped).lower(jnp.ones(8)).compile().as_text()
+    sites = profiled_overlap.call_sites_in(text)
+    psum, sine = f"{__file__}:{line + 1} (body)", f"{__file__}:{line + 2} (body)"
+    assert {psum, sine} <= set(sites.values())
+
+    def gathering(x: jax.Array) -> jax.Array:
+        return jax.lax.all_gather(jnp.sin(x), "x", tiled=True) ** 2
+
+    mapped = jax.shard_map(gathering, mesh=mesh, in_specs=P("x"), out_specs=P("x"))
+    text = jax.jit(jax.grad(lambda x: mapped(x).sum())).lower(jnp.ones(8)).compile().as_text()
+    place = f"{__file__}:{gathering.__code__.co_firstlineno + 1} (gathering)"
+    assert {place, f"{place}, backward"} <= set(profiled_overlap.call_sites_in(text).values())
+
+    instruction = next(name for name, site in sites.items() if site == psum)
+    events = [
+        Event("void jax_intranode_kernel<OneShot>(int)", 2_000, [("hlo_op", instruction)]),
+        Event("void jax_intranode_kernel<OneShot>(int)", 3_000, [("hlo_op", instruction)]),
+        Event("loop_sine_fusion", 9_000, [("hlo_op", "another.1"), ("correlation_id", "7")]),
+        Event("MemcpyD2D", 1_000, []),
+    ]
+    lines = [line.split(maxsplit=4) for line in profiled_overlap.by_call_site(events, sites)]
+    assert lines == [  # of five steps
+        ["0.2", "1.8", "us", "loop_sine_fusion", "another.1"],
+        ["0.4", "1.0", "us", "jax_intranode_kernel", psum],
+        ["0.2", "0.2", "us", "MemcpyD2D", "no instruction"],
+    ]

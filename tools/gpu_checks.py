@@ -86,21 +86,28 @@ def steps(out: Path, devices: int, cpu: bool) -> list[tuple[str, str, int, str, 
         bench("collectives", name, 75, f"{name} {sizes}")
         bench("collectives", f"{name}_one_process", 75, f"{name} {sizes}")
     for name in ("decode", "tensor_parallel", "sequence_parallel", "fsdp", "data_parallel"):
-        bench("auto", f"auto_{name}", 120, f"auto_{name}")
+        bench("auto", f"auto_{name}", 150, f"auto_{name}")
     for rows in (1, 16, 64, 1024):
-        bench("decode", f"norms_{rows}", 45, f"norms_{rows}", "JAX_INTRANODE_FUSE_NORMS=always")
+        bench("decode", f"norms_{rows}", 60, f"norms_{rows}", "JAX_INTRANODE_FUSE_NORMS=always")
     for batch in (1, 16):
-        bench("decode", f"decode_8b_{batch}", 90, f"decode_8b_{batch}")
+        bench("decode", f"decode_8b_{batch}", 120, f"decode_8b_{batch}")
         name = f"decode_8b_{batch}_torch{suffix}"
         model = f"--size {'tiny' if cpu else '8B --layers 8'} --batch {batch}"
         torchrun = f"{PYTHON} torch.distributed.run --nproc-per-node={devices}"
         peer = f"{torchrun} {ROOT}/tools/decode_in_torch.py"
         add("decode", name, 180, f"{peer} {model} --json {out}/{name}.json")
     for name in ("decode_scanned", "decode_unrolled", "transformer", "mlp_block", "train_step"):
-        bench("matmuls", name, 80, name)
+        bench("matmuls", name, 110, name)
+    # In two commands, because starting processes and JAX takes as long as a program.
+    ways = "--ways ours,lax,none --lax-flags tuned"
+    for name, programs in {
+        "decoding": "decode_8b_1,decode_8b_16,decode_unrolled",
+        "training": "transformer,train_step,train_step_sequence_parallel,mlp_block",
+    }.items():
+        bench("programs", f"programs_{name}", 280, f"{programs} {ways}")
     for name in ("all_gather_matmul", "matmul_reduce_scatter"):
-        bench("matmuls", name, 100, f"{name} {preset}")
-        bench("matmuls", f"{name}_backward", 120, f"{name} {preset} --backward")
+        bench("matmuls", name, 120, f"{name} {preset}")
+        bench("matmuls", f"{name}_backward", 140, f"{name} {preset} --backward")
         bench("peers", f"{name}_peers", 300, f"{name} {one} --peers all")
     bench("peers", "psum_peers", 150, f"psum {sizes} -f 32 --peers all")
     return [step for step in found if not cpu or step[0] not in ("probe", "sanitizers")]

@@ -86,6 +86,11 @@ def _ratio(row: dict[str, Any]) -> str:
     return f"{row['ratio']:.2f}"
 
 
+def _share(row: dict[str, Any]) -> str:
+    share = row.get("hidden_share")
+    return "" if share is None else f"{share:.2f}"
+
+
 def _runs_as(row: dict[str, Any]) -> str:
     """Returns what a call ran as, in the words of the page."""
     plans = row.get("plans") or []
@@ -145,8 +150,16 @@ def matmuls(result: dict[str, Any]) -> str:
 
 
 def programs(*results: dict[str, Any]) -> str:
-    """Returns a table with a row for each program and mode."""
+    """Returns a table with a row for each program and mode.
+
+    It shows lax with tuned flags, and the program without communication, where they were run.
+    """
     head = ["program", "mode", "ours", "`jax.lax`", "ratio", "`jax.lax`, accelerated", "ratio"]
+    rows = [row for result in results for row in result["rows"]]
+    has_tuned = any(row.get("lax_tuned_time_us") for row in rows)
+    has_none = any(row.get("none_time_us") for row in rows)
+    head += ["`jax.lax`, tuned flags"] if has_tuned else []
+    head += ["without communication", "hidden share"] if has_none else []
     cells = [
         [
             f"`{row['program']}`",
@@ -156,9 +169,10 @@ def programs(*results: dict[str, Any]) -> str:
             f"{row['ratio']:.2f}",
             _milliseconds(row["unedited_time_us"]),
             f"{row['unedited_ratio']:.2f}" if row["unedited_ratio"] else "",
+            *([_milliseconds(row.get("lax_tuned_time_us"))] if has_tuned else []),
+            *([_milliseconds(row.get("none_time_us")), _share(row)] if has_none else []),
         ]
-        for result in results
-        for row in result["rows"]
+        for row in rows
     ]
     return "Times in milliseconds.\n\n" + _markdown(head, cells)
 

@@ -26,6 +26,8 @@ from jax import lax
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from bench_programs.without import without_communication as local
+
 Program = tuple[Callable[..., Any], tuple[Any, ...]]
 
 
@@ -119,7 +121,7 @@ def _collective_matmuls(
 
 
 @dataclass(frozen=True)
-class _ReturningWeights:
+class ReturningWeights:
     """A jitted function that also returns its weights. jit alone would copy them."""
 
     jitted: Any
@@ -237,7 +239,7 @@ def _decode(lib: Any, mesh: Mesh, loop: Callable[..., Any]) -> Program:
     )
     x = _random(mesh, P(), (sizes.batch, hidden), 2)
     output = _random(mesh, P(None, "x"), (hidden, hidden), 3, hidden**-0.5)
-    return _ReturningWeights(jax.jit(sharded)), (x, layers, output)
+    return ReturningWeights(jax.jit(sharded)), (x, layers, output)
 
 
 # Decoding with layers of Llama's shape: attention over a cache, and a gated MLP.
@@ -306,7 +308,7 @@ def _decode_llama(lib: Any, mesh: Mesh, model: str, batch: int) -> Program:
         body, mesh=mesh, in_specs=(P(), specs, columns), out_specs=P(), check_vma=False
     )
     x = _random(mesh, P(), (batch, hidden), 0)
-    return _ReturningWeights(jax.jit(sharded)), (x, layers, unembedding)
+    return ReturningWeights(jax.jit(sharded)), (x, layers, unembedding)
 
 
 # Training: psums of activations, forward and backward, and a pmean of all gradients.
@@ -442,21 +444,26 @@ def _training_arguments(
 
 
 def _train_step(
-    lib: Any, mesh: Mesh, kind: str, of_platform: dict[str, _Transformer] = _TRAIN
+    lib: Any,
+    mesh: Mesh,
+    kind: str,
+    of_platform: dict[str, _Transformer] = _TRAIN,
+    replicas: int | None = None,
 ) -> Program:
     """One step of gradient descent of a data- and tensor-parallel transformer.
 
     `kind` says how activations are reduced over "tensor": "sums" by `lib.psum`; "sequence", with
     sequence parallelism, by `lib.psum_scatter` and `lib.all_gather`; "overlapped" by
     `lib.matmul_reduce_scatter` and `lib.all_gather_matmul` if `lib` has them. Gradients are
-    averaged over "data" by `lib.pmean`. Parameters are float32, the computation is bfloat16.
+    averaged over "data" by `lib.pmean`: there are two replicas, or one on fewer than 4 devices.
+    Parameters are float32, the computation is bfloat16.
 
     Arguments: the parameters, the tokens [sequences, sequence] (int32), and a loss (float32), which
     is not read. The result has the loss of the step's batch before the step.
     """
     sizes = _sizes(mesh, of_platform)
     sequence_parallel = kind != "sums"
-    data = 2 if mesh.size >= 4 else 1
+    data = replicas or (2 if mesh.size >= 4 else 1)
     mesh = Mesh(mesh.devices.reshape(data, -1), ("data", "tensor"), axis_types=(AxisType.Auto,) * 2)
     parameters, tree = jax.tree.flatten(_parameters(sizes))
     specs = jax.tree.unflatten(tree, [p.spec for p in parameters])
@@ -555,9 +562,10 @@ def _auto_train_step(lib: Any, mesh: Mesh, kind: str) -> Program:
 
     `kind`: "tensor" and "sequence" split the matrices as `_train_step` does, and "sequence" also
     the activations between them; "data" splits the sequences, and "fsdp" the parameters, too.
+    Attention is that of `transformer`, too: on GPUs XLA's takes most of a step.
     """
     del lib
-    sizes = replace(_sizes(mesh, _LARGE_TRAIN), attention="xla")
+    sizes = _sizes(mesh, _LARGE_TRAIN)
     splits_matrices, n = kind in ("tensor", "sequence"), mesh.size
     axis = "tensor" if splits_matrices else "data"
     mesh = Mesh(mesh.devices, (axis,), axis_types=(AxisType.Auto,))
@@ -612,7 +620,7 @@ def _auto_decode(lib: Any, mesh: Mesh) -> Program:
         )
         for k in range(sizes.layers)
     ]
-    return _ReturningWeights(jax.jit(step)), (x, *layers)
+    return ReturningWeights(jax.jit(step)), (x, *layers)
 
 
 PROGRAMS: dict[str, Callable[[Any, Mesh], Program]] = {
@@ -635,3 +643,27 @@ PROGRAMS: dict[str, Callable[[Any, Mesh], Program]] = {
     },
     "auto_fsdp": partial(_auto_train_step, kind="fsdp"),
 }
+
+
+def without_communication(name: str, mesh: Mesh) -> tuple[Program, int] | None:
+    """A program of jax.lax without its collectives, or for an auto-sharded one a similar program.
+
+    Returns:
+        The program, and how many calls of the named program one call is worth. None if there is no
+        such program.
+    """
+    build, calls = PROGRAMS[name], 1
+    if name in ("auto_tensor_parallel", "auto_sequence_parallel"):
+        build = partial(PROGRAMS["transformer"], replicas=1)
+    elif name == "auto_decode":
+        build, calls = PROGRAMS["decode_unrolled"], _sizes(mesh, _DECODE).tokens
+    elif name.startswith("auto_"):
+        return None
+    step, arguments = build(lax, mesh)
+    # A program's results have the shardings of its arguments.
+    shardings = jax.tree.map(lambda argument: argument.sharding, arguments)
+    if isinstance(step, ReturningWeights):
+        step = replace(step, jitted=local(step.jitted, arguments, shardings[0]))
+    else:
+        step = local(step, arguments, shardings)
+    return (step, arguments), calls

@@ -1,6 +1,8 @@
-"""Compares and times a whole program: with our collectives, with lax's, and with lax's replaced.
+"""Compares and times a whole program in up to four ways.
 
-"Ours" of an auto-sharded program is the program itself under ``accelerate(auto=True)``.
+They are: with our collectives ("ours"), with those of lax, with those of lax replaced ("unedited"),
+and without communication ("none"). "Ours" of an auto-sharded program is the program itself under
+``accelerate(auto=True)``.
 """
 
 import contextlib
@@ -14,7 +16,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 import jax_intranode
-from bench_programs.definitions import PROGRAMS
+from bench_programs.definitions import PROGRAMS, without_communication
 from jax_intranode._src.command_line import compare
 from jax_intranode._src.command_line.bench import report, timing
 from jax_intranode._src.command_line.bench.report import Column
@@ -23,9 +25,11 @@ from jax_intranode._src.command_line.launcher import all_ranks
 
 TABLE: report.Table = (
     ("", (Column("program", "program", 24),)),
-    ("ours (us)", report.times("time", ".1f", width=10)),
-    ("lax (us)", report.times("lax_time", ".1f", width=10)),
+    ("ours (us)", (*report.times("time", ".1f", width=10), *report.draw())),
+    ("lax (us)", (*report.times("lax_time", ".1f", width=10), *report.draw("lax_"))),
     ("", (Column("ratio", "ratio", 6, ".2f"),)),
+    ("none (us)", (*report.times("none_time", ".1f", width=10), *report.draw("none_"))),
+    ("", (Column("hidden_share", "hidden", 6, ".2f"), Column("none_ratio", "ours/none", 9, ".2f"))),
     (
         "lax, accelerated",
         (Column("unedited_time_us", "p50", 10, ".1f"), Column("unedited_ratio", "ratio", 6, ".2f")),
@@ -59,8 +63,18 @@ class _Chained:
         return self.arguments
 
 
+def libraries(program: str) -> dict[str, tuple[Any, Callable[[], Any]]]:
+    """Returns for each way of a program but "none" its library, and the context of its calls."""
+    auto, plain = program.startswith("auto_"), contextlib.nullcontext
+    accelerated = partial(jax_intranode.accelerate, auto=auto)
+    if auto:
+        return {"ours": (jax_intranode, accelerated), "lax": (jax.lax, plain)}
+    ours, lax = (jax_intranode, plain), (jax.lax, plain)
+    return {"ours": ours, "lax": lax, "unedited": (jax.lax, accelerated)}
+
+
 def measure(settings: Settings, mesh: Mesh) -> tuple[dict[str, Any], None]:
-    """Compares and times a program with our collectives, with lax's, and with lax's replaced.
+    """Compares and times a program in the ways that the settings ask for, and with lax.
 
     Args:
         settings: what to measure.
@@ -69,21 +83,20 @@ def measure(settings: Settings, mesh: Mesh) -> tuple[dict[str, Any], None]:
     Returns:
         The row (docs/bench.md), and None as the reason for a fallback, which is not looked for.
     """
-    build, auto = PROGRAMS[settings.name], settings.name.startswith("auto_")
-    accelerated = partial(jax_intranode.accelerate, auto=auto)
-    programs: dict[str, tuple[Any, Callable[[], Any]]] = {
-        "ours": (jax_intranode, accelerated if auto else contextlib.nullcontext),
-        "lax": (jax.lax, contextlib.nullcontext),
-    }
-    if not auto:
-        programs["unedited"] = (jax.lax, accelerated)
+    build = PROGRAMS[settings.name]
     runs = {
         name: partial(_Chained(*build(library, mesh)).run, setting)
-        for name, (library, setting) in programs.items()
+        for name, (library, setting) in libraries(settings.name).items()
+        if name in (*settings.ways, "lax")
     }
     label = f"{settings.name}/{settings.mode}"
     wanted = runs["lax"](1)
-    worst = np.max([_difference(run(1), wanted) for name, run in runs.items() if name != "lax"])
+    others = [run(1) for name, run in runs.items() if name != "lax"] or [wanted]
+    worst = np.max([_difference(result, wanted) for result in others])
+    del wanted, others
+    none = without_communication(settings.name, mesh) if "none" in settings.ways else None
+    if none is not None:  # its values are wrong
+        runs["none"] = partial(_Chained(*none[0]).run, contextlib.nullcontext)
     difference = all_ranks.largest(f"{label}/difference", float(worst))
 
     calls = settings.chain or (2 if settings.platform == "cpu" else 10)
@@ -95,13 +108,24 @@ def measure(settings: Settings, mesh: Mesh) -> tuple[dict[str, Any], None]:
         calls=calls,
         untimed=1 if settings.settle_ms > 0 else 0,
     )
-    unedited_us = times["unedited"].p50 if "unedited" in times else None
+    if none is not None:
+        of_none, worth = times["none"], none[1]
+        times["none"] = of_none._replace(p50=of_none.p50 / worth, p99=of_none.p99 / worth)
+    unedited_us, none_us = (times[n].p50 if n in times else None for n in ("unedited", "none"))
+    fields = timing.fields(times)
+    our_us, lax_us = fields["time_us"], fields["lax_time_us"]
+    exposed_us = lax_us - none_us if none_us is not None else 0
     row = {
         "program": settings.name,
         "mode": settings.mode,
-        **timing.fields(times),
+        **fields,
+        **timing.draw_fields(times, "ours", "lax", "none"),
+        "none_time_us": none_us,
+        "none_time_p99_us": times["none"].p99 if none is not None else None,
+        "hidden_share": (lax_us - our_us) / exposed_us if our_us and exposed_us > 0 else None,
+        "none_ratio": our_us / none_us if our_us and none_us else None,
         "unedited_time_us": unedited_us,
-        "unedited_ratio": unedited_us and times["lax"].p50 / unedited_us,
+        "unedited_ratio": unedited_us and lax_us / unedited_us,
         "difference": difference if math.isfinite(difference) else None,
         "handler_calls": handler_calls,
     }

@@ -106,7 +106,7 @@ def read_links(bus_ids: Sequence[str] | None = None) -> list[LinkReport]:
         One report per GPU that NVML shows to this process; without NVML, none.
     """
     with contextlib.suppress(nvml_lib.Unavailable), nvml_lib.session() as nvml:
-        handles = _handles_by_bus_id(nvml)
+        handles = handles_by_bus_id(nvml)
         wanted = list(handles) if bus_ids is None else [normalise_bus_id(b) for b in bus_ids]
         return [
             _read_gpu(nvml, bus_id, handles[bus_id], host_gpus=frozenset(handles))
@@ -189,7 +189,7 @@ def topology() -> Topology:
     return Topology(kind=kind, gpus=gpus, links=links, forced=forced is not None)
 
 
-def _handles_by_bus_id(nvml: ModuleType) -> dict[str, Any]:
+def handles_by_bus_id(nvml: ModuleType) -> dict[str, Any]:
     """Returns the NVML handle of each GPU that this process may see, by bus id."""
     handles = {}
     for index in range(nvml.nvmlDeviceGetCount()):
@@ -262,7 +262,7 @@ def read_facts(bus_id: str, device_kind: str) -> GpuFacts:
     """Reads from NVML how fast a GPU is; zeros where NVML is absent or does not report it."""
     unknown = GpuFacts(device_kind, (0, 0), 0, 0.0, 0.0, 0.0)
     with contextlib.suppress(nvml_lib.Unavailable), nvml_lib.session() as nvml:
-        handle = _handles_by_bus_id(nvml).get(normalise_bus_id(bus_id))
+        handle = handles_by_bus_id(nvml).get(normalise_bus_id(bus_id))
         if handle is None:
             return unknown
 

@@ -14,7 +14,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 import jax_intranode
-from jax_intranode._src.command_line.bench import oracle, timing
+from jax_intranode._src.command_line.bench import matmuls, oracle, timing
 from jax_intranode._src.command_line.bench.operations import OPERATIONS, Operation
 from jax_intranode._src.command_line.bench.settings import Settings
 from jax_intranode._src.command_line.launcher import all_ranks
@@ -81,6 +81,9 @@ def measure(
 
     our_us = times["ours"].p50
     algbw = size / our_us / 1e3 if our_us else None
+    busbw = algbw * operation.bus_factor(n) if algbw is not None else None
+    on_gpus = settings.platform == "gpu"
+    rate = matmuls.profile_of(mesh).link_bound_bytes_per_s if on_gpus else None
     row = {
         "size": size,
         "count": count,
@@ -91,9 +94,12 @@ def measure(
         "graph_time_us": graph_times.p50 if graph_times else None,
         "graph_time_p99_us": graph_times.p99 if graph_times else None,
         "graph_wrong": graph_wrong,
-        **timing.fields(times),
+        **timing.fields(times | ({"in a graph": graph_times} if graph_times else {})),
         "algbw": algbw,
-        "busbw": algbw * operation.bus_factor(n) if algbw is not None else None,
+        "busbw": busbw,
+        "link_share": 1e9 * busbw / rate if busbw is not None and rate else None,
+        # A block of a kernel gets an SM of its own as long as there are SMs.
+        "sms": (on_gpus and max(min(c.blocks, select.SMS) for c in selected)) or None,
         **oracle.fields(label, our_check, lax_check),
         "handler_calls": handler_calls,
         "shipped_algorithm": shipped,
@@ -238,18 +244,18 @@ def measure_in_graph(
         The slowest rank's times, summed over the steps, and the number of wrong elements on all
         ranks.
     """
-    p50, p99, data = 0.0, 0.0, shards
+    p50, p99, spread, data = 0.0, 0.0, 0.0, shards
     for step, chosen in enumerate(selected):
         # A kernel's wait for its peers has a time limit, which must not include their compilation.
         all_ranks.values(f"{label}/graph/{step}/start", 0)
         us, data = _run_in_graph(settings, mesh, chosen, data)
         times = timing.of_slowest(f"{label}/graph/{step}", *us)
-        p50, p99 = p50 + times.p50, p99 + times.p99
+        p50, p99, spread = p50 + times.p50, p99 + times.p99, max(spread, times.spread)
     wrong = sum(
         oracle.count_wrong(got, right.expected[right.part(rank, len(got))], None)
         for rank, got in data.items()
     )
-    return timing.Times(p50, p99), all_ranks.total(f"{label}/graph/wrong", wrong)
+    return timing.Times(p50, p99, spread), all_ranks.total(f"{label}/graph/wrong", wrong)
 
 
 def _run_in_graph(

@@ -48,7 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     positive, natural = options.integer_from(1), options.integer_from(0)
     text = (
         f"what to measure: {', '.join((*OPERATIONS, *MATMULS))}; in the source tree also the "
-        "programs of tools/bench_programs"
+        "programs of tools/bench_programs, one or several"
     )
     add("name", type=_parse_name, metavar="NAME", help=text)
     text = "smallest size in bytes (default 1K)"
@@ -93,6 +93,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--algorithm", choices=config.ALGORITHMS, help=text)
     text = "switch XLA's latency-hiding scheduler on or off (default: XLA's default)"
     add("--latency-hiding", choices=("on", "off"), help=text)
+    text = (
+        "measure jax.lax also with flags of XLA that make its collectives faster, in processes of "
+        "their own; needs the source tree"
+    )
+    add("--lax-flags", choices=("tuned",), help=text)
+    text = f"versions of a program: {', '.join(of_bench.WAYS)} (default all; lax always runs)"
+    ways = options.names_from(of_bench.WAYS)
+    add("--ways", type=ways, default=list(of_bench.WAYS), metavar="NAME[,NAME...]", help=text)
     options.add_mode(parser)
     add("--devices", type=positive, help="number of devices (default all GPUs, or 2 CPU devices)")
     options.add_platform(parser)
@@ -135,7 +143,8 @@ def _parse_name(text: str) -> str:
             programs = source_tree.load("bench_programs.definitions", "bench of other programs")
         except WrongInput as error:
             raise WrongInput(f"{text!r} is none of {', '.join(names)}; {error}") from None
-        options.names_from([*names, *programs.PROGRAMS])(text)
+        known = programs.PROGRAMS if "," in text else [*names, *programs.PROGRAMS]
+        return ",".join(options.names_from(known)(text))
     return text
 
 
@@ -182,6 +191,7 @@ def settings_of(arguments: argparse.Namespace, platform: str, devices: int) -> l
             backward=arguments.backward,
             plan=arguments.plan,
             settle_ms=settle_ms if arguments.settle is None else arguments.settle,
+            ways=arguments.ways,
         )
         for mode in (runs.MODES if arguments.mode == "both" else (arguments.mode,))
     ]
@@ -198,6 +208,8 @@ def _check(arguments: argparse.Namespace, devices: int) -> None:
         raise WrongInput(f"{text} or less")
     if is_program(name) and (arguments.peers or arguments.plot):
         raise WrongInput(f"--peers and --plot are for operations, not for the program {name}")
+    if not is_program(name) and arguments.ways != list(of_bench.WAYS):
+        raise WrongInput(f"--ways is for programs, not for {name}")
     if name in MATMULS:
         if arguments.leaves > 1:
             raise WrongInput(f"--leaves: {name} is measured with one x and one w")
@@ -285,16 +297,24 @@ def run(arguments: argparse.Namespace) -> int:
     settings = settings_of(arguments, *machine.platform_and_devices(arguments))
     result: dict[str, Any] = {"version": report.VERSION, "header": {}, "rows": []}
     peers = source_tree.load("bench_peers.registry", "--peers") if arguments.peers else None
-    measurements = settings[0].matmuls() or settings[0].measurements() or [settings[0].name]
+    tuned = (
+        source_tree.load("bench_peers.lax_flags", "--lax-flags") if arguments.lax_flags else None
+    )
+    flags = tuned.known_flags() if tuned is not None else ""
+    measurements = settings[0].matmuls() or settings[0].measurements() or arguments.name.split(",")
     of_peers = peers.count(arguments.peers, settings[0]) if peers is not None else 0
-    line = runs.ProgressLine(sys.stderr, len(settings) * len(measurements) + of_peers)
+    of_modes = len(settings) * len(measurements) * (1 if tuned is None else 2)
+    line = runs.ProgressLine(sys.stderr, of_modes + of_peers)
     for of_mode in settings:
         variables = environment(arguments)
+        if tuned is not None:
+            of_mode = tuned.measured(of_mode, variables, flags, arguments.timeout, line)
         measured = run_mode(of_mode, variables, arguments.timeout, line)
         result["header"] = {
             **measured["header"],
             "mode": arguments.mode,
             "driver": machine.driver()["version"],
+            "lax_flags": flags,
             "command": report.command_line(sys.argv),
         }
         result["rows"] += measured["rows"]
@@ -340,7 +360,7 @@ def _are_right(rows: list[dict[str, Any]]) -> bool:
         if rounded:
             ours, lax = (max(row[key] for row in rounded) for key in ("error", "lax_error"))
             print(f"# {dtype}: relative rms error against float64: ours {ours:.2e}, lax {lax:.2e}")
-    columns = ("wrong", "lax_wrong", "graph_wrong")
+    columns = ("wrong", "lax_wrong", "graph_wrong", "lax_tuned_wrong")
     wrong = sum(row.get(column) or 0 for row in rows for column in columns)
     print(f"# wrong elements: {wrong} {'FAILED' if wrong else 'OK'}", flush=True)
     return wrong == 0

@@ -87,7 +87,7 @@ def measure(
     bound = None
     if settings.platform == "gpu":
         received = matmul.received_bytes(shape, mesh.size, dtype.itemsize)
-        bound = max(alone_us, 1e6 * received / _profile(mesh).link_bound_bytes_per_s)
+        bound = max(alone_us, 1e6 * received / profile_of(mesh).link_bound_bytes_per_s)
     row = {
         "operation": settings.name,
         "backward": backward,
@@ -108,6 +108,7 @@ def measure(
         "share": None if bound is None else bound / our_us,
         "lax_share": None if bound is None else bound / lax_us,
         **checked,
+        **timing.draw_fields(times, "ours", "lax", "alone"),
         "handler_calls": handler_calls,
         "shipped_plan": shipped,
         "shipped_time_us": None if shipped is None else times["shipped"].p50,
@@ -223,7 +224,7 @@ def _moved(x: Any, results: list[Any]) -> Any:
     return lax.optimization_barrier(lax.dynamic_update_slice(x, element, (0, 0)))
 
 
-def _profile(mesh: Mesh) -> Profile:
+def profile_of(mesh: Mesh) -> Profile:
     """Returns the constants of the GPUs; the H200's where none are known."""
     tuned = tuning.profile_for(device.device_kind for device in mesh.devices.flat)
     found = tuned or rendezvous_lib.rendezvous_of(mesh.devices.flat).shipped_profile

@@ -1,5 +1,6 @@
 """What each rank runs: all measurements, in the same order on every rank."""
 
+import dataclasses
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -15,6 +16,9 @@ from jax_intranode._src.command_line.bench import collectives, matmuls, report
 from jax_intranode._src.command_line.bench.operations import MATMULS, OPERATIONS
 from jax_intranode._src.command_line.bench.settings import Settings
 from jax_intranode._src.command_line.launcher.all_ranks import Rank
+
+# What a row says of jax.lax with XLA's flags tuned.
+_TUNED = ("lax_tuned_time_us", "lax_tuned_time_p99_us", "lax_tuned_wrong")
 
 
 def measure(rank: Rank, **fields: Any) -> dict[str, Any]:
@@ -39,9 +43,11 @@ def measure(rank: Rank, **fields: Any) -> dict[str, Any]:
             rank.print(text)
 
     rows = []
+    tuned = iter(settings.lax_tuned)
     for what, table, make in _measurements(settings, mesh):
         rank.begin(f"{settings.mode}, {what}")
         row, fallback = make()
+        row |= dict(zip(_TUNED, next(tuned, [None] * 3), strict=True))
         rows.append(row)
         # The head of the table follows what libraries log during the first measurement.
         once(report.head(table))
@@ -72,4 +78,6 @@ def _measurements(
             yield what, report.COLLECTIVES, make
     else:
         programs = source_tree.load("bench_programs.measure", settings.name)
-        yield settings.name, programs.TABLE, partial(programs.measure, settings, mesh)
+        for name in settings.name.split(","):
+            make = partial(programs.measure, dataclasses.replace(settings, name=name), mesh)
+            yield name, programs.TABLE, make

@@ -139,6 +139,12 @@ def times(name: str, form: str = ".2f", factor: float = 1, width: int = 8) -> tu
     return median, Column(f"{name}_p99_us", "p99", width, form, factor)
 
 
+def draw(prefix: str = "") -> tuple[Column, Column]:
+    """Returns the columns of the power that a GPU draws, and of its clock."""
+    watts = Column(f"{prefix}watts", "W", 4, ".0f")
+    return watts, Column(f"{prefix}sm_mhz", "MHz", 4, ".0f")
+
+
 _WHAT = (Column("dtype", "type", 8), Column("algorithm", "algorithm", 14))
 _RATIO = ("", (Column("ratio", "ratio", 6, ".2f"),))
 _MS = (".3f", 1e-3)
@@ -152,6 +158,8 @@ COLLECTIVES: Table = (
             *times("time"),
             Column("algbw", "algbw", 7, ".2f"),
             Column("busbw", "busbw", 7, ".2f"),
+            Column("link_share", "link", 5, ".2f"),
+            Column("sms", "SMs", 4, "d"),
             Column("wrong", "#wrong", 6),
         ),
     ),
@@ -167,6 +175,7 @@ MATMULS: Table = (
             *times("time", *_MS),
             Column("tflops", "TFLOP/s", 8, ".2f"),
             Column("share", "share", 6, ".2f"),
+            *draw(),
             Column("wrong", "#wrong", 7),
         ),
     ),
@@ -179,17 +188,12 @@ MATMULS: Table = (
         (
             *times("lax_time", *_MS),
             Column("lax_share", "share", 6, ".2f"),
+            *draw("lax_"),
             Column("lax_wrong", "#wrong", 6),
         ),
     ),
     _RATIO,
 )
-
-# What runs without JAX_INTRANODE_TUNING, where that is set: at the end of a line.
-_SHIPPED = {
-    "shipped_algorithm": Column("shipped_time_us", "", 8, ".2f"),
-    "shipped_plan": Column("shipped_time_us", "", 8, *_MS),
-}
 
 
 def head(table: Table) -> str:
@@ -204,7 +208,11 @@ def head(table: Table) -> str:
 def line(table: Table, row: Mapping[str, Any]) -> str:
     groups = (" ".join(column.cell(row) for column in columns) for _, columns in table)
     text = f"  {' | '.join(groups)}"
-    for field, time in _SHIPPED.items():
-        if row.get(field) is not None:
-            text += f" | shipped: {row[field]:>14} {time.cell(row)}"
-    return text
+    # At the end: what runs without JAX_INTRANODE_TUNING, lax with tuned flags, and doubts.
+    form = _MS if "k" in row else (".2f",)
+    shipped = row.get("shipped_algorithm") or row.get("shipped_plan")
+    if shipped is not None:
+        text += f" | shipped: {shipped:>14} {number(row['shipped_time_us'], 8, *form)}"
+    if row.get("lax_tuned_time_us") is not None:
+        text += f" | lax tuned: {number(row['lax_tuned_time_us'], 8, *form)}"
+    return f"{text} | doubtful: {', '.join(row['doubts'])}" if row.get("doubts") else text

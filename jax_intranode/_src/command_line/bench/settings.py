@@ -10,13 +10,16 @@ from jax_intranode._src.command_line.bench.operations import MATMULS, Shape
 from jax_intranode._src.command_line.launcher.runs import Devices
 from jax_intranode._src.command_line.options import WrongInput
 
+# Versions of a program.
+WAYS = ("ours", "lax", "unedited", "none")
+
 
 @dataclass(frozen=True)
 class Settings:
     """The settings of a measurement.
 
     Attributes:
-        name: a key of OPERATIONS, MATMULS or PROGRAMS.
+        name: a key of OPERATIONS, MATMULS or PROGRAMS, or several of the latter with commas.
         mode: one of `MODES` (launcher/runs.py).
         devices: the number of devices.
         platform: "cpu" or "gpu".
@@ -30,6 +33,8 @@ class Settings:
         shapes: m, k and n of each measurement of a collective matmul.
         backward: whether to measure the backward pass of a collective matmul.
         plan: the fields of the `Plan` to use; None to choose the fastest plan.
+        ways: which versions of a program to run; see tools/bench_programs/measure.py.
+        lax_tuned: p50, p99 and wrong elements of each row of jax.lax with XLA's flags tuned.
         settle_ms: how long a collective matmul runs, untimed, right before each of its repetitions.
             A program runs for one untimed repetition if this is above 0.
     """
@@ -48,6 +53,8 @@ class Settings:
     backward: bool = False
     plan: dict[str, Any] | None = None
     settle_ms: int = 0
+    ways: list[str] = field(default_factory=lambda: list(WAYS))
+    lax_tuned: list[list[float | None]] = field(default_factory=list)
 
     @property
     def job(self) -> Devices:

@@ -8,19 +8,28 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from jax_intranode._src.command_line.bench import power
 from jax_intranode._src.command_line.bench.settings import Settings
 from jax_intranode._src.command_line.launcher import all_ranks
 from jax_intranode._src.native import extension
+
+# Tables show a shorter time as 0.00 us.
+_LEAST_US = 0.005
+_DOUBTFUL_SPREAD = 0.2
 
 
 class Times(NamedTuple):
     """Median and 99th percentile of the repetitions, in microseconds a call.
 
-    With few repetitions the latter is almost the largest time.
+    With few repetitions the latter is almost the largest time. The spread is that between the
+    quartiles, divided by the median. What a GPU draws is None unless it was measured.
     """
 
     p50: float
     p99: float
+    spread: float = 0.0
+    watts: float | None = None
+    sm_mhz: float | None = None
 
 
 def of_slowest(name: str, *us: Sequence[float] | np.ndarray) -> Times:
@@ -28,8 +37,10 @@ def of_slowest(name: str, *us: Sequence[float] | np.ndarray) -> Times:
 
     An operation is done when its last device is.
     """
-    p50, p99 = np.max([np.percentile(of_device, (50, 99)) for of_device in us], axis=0)
-    return Times(all_ranks.largest(f"{name}/p50", p50), all_ranks.largest(f"{name}/p99", p99))
+    quartiles = np.array([np.percentile(of_device, (25, 50, 75, 99)) for of_device in us])
+    low, p50, high, p99 = quartiles.T
+    found = {"p50": p50, "p99": p99, "spread": (high - low) / np.maximum(p50, _LEAST_US)}
+    return Times(**{key: all_ranks.largest(f"{name}/{key}", max(v)) for key, v in found.items()})
 
 
 def array(mesh: Mesh, count: int, shard: Callable[[int], np.ndarray]) -> jax.Array:
@@ -135,15 +146,29 @@ def take_turns(
     return seconds, handler_calls
 
 
-def fields(times: Mapping[str, Times]) -> dict[str, float | None]:
-    """Returns the fields of a row that have the times of "ours" and "lax", and their ratio."""
-    ours, lax = times["ours"], times["lax"]
+def fields(times: Mapping[str, Times]) -> dict[str, Any]:
+    """Returns the fields of "ours", None without it, of "lax", and which times are doubtful."""
+    ours, lax = times.get("ours"), times["lax"]
+    doubts = [f"{name} 0.00 us" for name, of in times.items() if of.p50 < _LEAST_US]
+    wide = {name: of.spread for name, of in times.items() if of.spread > _DOUBTFUL_SPREAD}
     return {
-        "time_us": ours.p50,
-        "time_p99_us": ours.p99,
+        "time_us": ours and ours.p50,
+        "time_p99_us": ours and ours.p99,
         "lax_time_us": lax.p50,
         "lax_time_p99_us": lax.p99,
-        "ratio": lax.p50 / ours.p50 if ours.p50 else None,
+        "ratio": lax.p50 / ours.p50 if ours and ours.p50 else None,
+        "spread": ours and ours.spread,
+        "lax_spread": lax.spread,
+        "doubts": doubts + [f"{name} spread {spread:.0%}" for name, spread in wide.items()],
+    }
+
+
+def draw_fields(times: Mapping[str, Times], *names: str) -> dict[str, float | None]:
+    """Returns the fields of what GPUs draw; those of "ours" have no prefix."""
+    return {
+        ("" if name == "ours" else f"{name}_") + key: getattr(times.get(name), key, None)
+        for name in names
+        for key in ("watts", "sm_mhz")
     }
 
 
@@ -167,8 +192,8 @@ def compare(
         overhead_s: the part of a repetition that is no call.
 
     Returns:
-        The slowest rank's times of each function, but "empty"; and how often XLA called our FFI
-        handlers, over all ranks.
+        The slowest rank's times of each function, but "empty", and what GPUs draw if the functions
+        settle; and how often XLA called our FFI handlers, over all ranks.
     """
     seconds, handler_calls = take_turns(list(runs.values()), mesh, settings, untimed)
     us = {
@@ -179,4 +204,8 @@ def compare(
         nothing = np.median(us.pop("empty"))
         us = {name: np.maximum(of_run - nothing, 0) for name, of_run in us.items()}
     times = {name: of_slowest(f"{label}/{name}", of_run) for name, of_run in us.items()}
+    if untimed > 0 and settings.platform == "gpu":
+        seconds_of = {name: 1e-6 * calls * of.p50 + overhead_s for name, of in times.items()}
+        draws = power.draws({name: runs[name] for name in times}, seconds_of, mesh, label)
+        times = {name: Times(*of[:3], *draws[name]) for name, of in times.items()}
     return times, all_ranks.total(f"{label}/handler_calls", handler_calls)

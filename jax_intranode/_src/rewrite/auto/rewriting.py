@@ -63,7 +63,8 @@ _TAKES_SHARDS = frozenset(
     }
 )
 _SHARED = "another operation that needs the same gathered array is left"
-_CONSTANTS = re.compile(r"dense<[^>]*>")
+# Constants; and the address of a function of JAX's custom_partitioning, which a call of it has.
+_OF_A_PROCESS = re.compile(r'dense<[^>]*>|backend_config = "\d+"')
 
 
 @dataclass(frozen=True)
@@ -290,9 +291,9 @@ class _Rewriting:
             self._log_totals()
 
     def _fingerprint(self) -> str:
-        """Identifies the program in all processes, whatever the constants."""
+        """Identifies the program in all processes, without what differs between them."""
         text = str(self._lowered.operation.get_asm(large_elements_limit=4))
-        return hashlib.sha256(_CONSTANTS.sub("", text).encode()).hexdigest()[:16]
+        return hashlib.sha256(_OF_A_PROCESS.sub("", text).encode()).hexdigest()[:16]
 
     def _finish(self) -> str | None:
         """Gives the outcome its module; returns why the program is left, or None."""

@@ -81,14 +81,11 @@ NOT_MEASURED = re.compile(
 def measured() -> set[tuple[str, str, str]]:
     """(name of a row, number of devices, their kind), for what was measured on several GPUs."""
     found = set()
-    for file in ROOT.glob("docs/measurements/**/*_[2-8]_[a-z]*.json"):
-        devices, kind = file.stem.split("_")[-2:]
-        result = json.loads(file.read_text())
-        if kind == "cpu" or "header" not in result:  # of CPUs, or of PyTorch alone
-            continue
-        names = {result["header"]["operation"], "time_p99_us"}
-        names |= {peer["library"] for peer in result["peers"]["rows"]}
-        names |= {row.get("program", "") for row in result["rows"]} - {""}
+    for file in ROOT.glob("docs/measurements/[2-8]_[!c]*.jsonl"):  # not those of CPUs
+        devices, kind = file.stem.split("_")
+        rows = [json.loads(line) for line in file.read_text().splitlines()]
+        keys = ("operation", "library", "program")
+        names = {"time_p99_us", *(row[key] for row in rows for key in keys if key in row)}
         shorter = {re.sub(r"(_\d+\w?)+$", "", name) for name in names}
         found |= {(name, devices, kind.upper()) for name in names | shorter}
     return found

@@ -143,6 +143,50 @@ def test_the_figures_of_the_pages_are_up_to_date(
     assert performance_page._main() == 0, capsys.readouterr().err
 
 
+@pytest.mark.parametrize("operation", ["psum", "all_gather_matmul"])
+def test_the_newest_run_of_a_minor_version_is_kept(
+    operation: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    table = performance_page.collectives if operation == "psum" else performance_page.matmuls
+    peer = {"library": "pallas", "dtype": "bfloat16", "m": 8192, "k": 4096, "n": 1792}
+    run = result_of(operation) | {
+        "peers": {"versions": ["pallas of jax"], "rows": [peer | {"time_us": 350.0, "wrong": 0}]}
+    }
+    file = tmp_path / f"{operation}_large_4_h200.json"
+
+    def add(jax: str, date: str, our_us: float) -> str:
+        run["header"] |= {"jax": jax, "date": f"{date}T10:00:00+00:00", "driver": None}
+        run["rows"][0] |= {"time_us": our_us, "none_time_us": our_us / 4, "tuned_time_us": None}
+        file.write_text(json.dumps(run))
+        performance_page.add([file], tmp_path)
+        return table(run)
+
+    add("0.12.0.1", "2026-11-22", 401.0)
+    patched = add("0.12.1", "2026-11-23", 402.5)
+    newer = add("0.13.0", "2026-11-21", 403.0)
+    add("0.12.2", "2026-11-22", 404.0)
+    assert "left out, 4_h200.jsonl has a run of 2026-11-23" in capsys.readouterr().err
+
+    lines = [json.loads(line) for line in (tmp_path / "4_h200.jsonl").read_text().splitlines()]
+    assert [line["jax"] for line in lines] == ["0.12.1"] * 3 + ["0.13.0"] * 3
+    assert {line["name"] for line in lines} == {f"{operation}_large"}
+    assert lines[0]["none_time_us"] == 402.5 / 4 and "tuned_time_us" not in lines[0]
+    for jax, shown in (("0.12", patched), ("0.13", newer)):
+        found = performance_page.read(f"4_h200/{jax}/{operation}_large", tmp_path)
+        assert found is not None and table(found) == shown
+        assert found["peers"]["versions"] == ["pallas of jax"]
+        assert found["header"]["device"] == "NVIDIA H200" and found["header"]["driver"] is None
+    assert performance_page.read(f"4_h200/0.11/{operation}_large", tmp_path) is None
+
+    (tmp_path / "tuning.json").write_text('{"kind": "tuning"}')
+    before = (tmp_path / "4_h200.jsonl").read_text()
+    run["header"]["date"] = "2026-11-26"
+    file.write_text(json.dumps(run))
+    with pytest.raises(ValueError, match=r"tuning\.json is not what `bench --json` writes"):
+        performance_page.add([file, tmp_path / "tuning.json"], tmp_path)
+    assert (tmp_path / "4_h200.jsonl").read_text() == before
+
+
 def test_figures_in_sentences(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -161,15 +205,15 @@ def test_figures_in_sentences(
     assert performance_page.fused({"rows": programs}) == "0.95"
 
     page = tmp_path / "page.md"
-    head, end = "| <!-- make: ratios jax_0_12/psum_2_h100.json -->", "<!-- end --> |"
+    head, end = "| <!-- make: ratios 2_h100/0.12/psum -->", "<!-- end --> |"
     monkeypatch.setattr(sys, "argv", ["performance_page.py", "--check", str(page)])
     page.write_text(f"{head}1.78 to 2.37{end}\n")
     assert performance_page._main() == 1 and "is not up to date" in capsys.readouterr().err
     monkeypatch.setattr(sys, "argv", ["performance_page.py", str(page)])
     assert performance_page._main() == 0
     assert page.read_text() == f"{head}1.78 to 2.06{end}\n"
-    page.write_text(f"{head.replace('psum_2', 'psum_3')}1{end}\n")
-    assert performance_page._main() == 1 and "psum_3_h100.json" in capsys.readouterr().err
+    page.write_text(f"{head.replace('2_h100', '3_h100')}1{end}\n")
+    assert performance_page._main() == 1 and "no 3_h100/0.12/psum" in capsys.readouterr().err
 
 
 def test_rows_that_changed_between_versions() -> None:

@@ -1,8 +1,8 @@
 """Checks and measures what needs GPUs, in steps with limits of their own.
 
 Runs the steps that have no line in OUT/steps.jsonl yet. The package has to be installed, and flax
-and optax for one of the `examples`. The groups `collectives` to `matmuls` make files of
-docs/measurements. CUDA_VISIBLE_DEVICES chooses the GPUs.
+and optax for one of the `examples`. The groups `collectives` to `matmuls` make the files that
+`performance_page.py --add` takes over. CUDA_VISIBLE_DEVICES chooses the GPUs.
 """
 
 import argparse

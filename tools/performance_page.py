@@ -1,39 +1,46 @@
-"""Makes the tables and figures of pages from the JSON files in docs/measurements.
+"""Keeps the rows of docs/measurements, and makes the tables and figures of pages from them.
 
+    python tools/performance_page.py --add OUT/*_2_*.json
     python tools/performance_page.py [--check] [PAGE...]
 
-The pages are those in PAGES. Each table stands between two comments, of which the first one says
-what to make:
+The first command takes over files of `bench --json`: each row becomes a line of, for example,
+docs/measurements/2_h100.jsonl. There a run replaces the older one of the same name and minor
+version of jax. Its name is that of its file, without the number and the kind of devices. Then this
+command makes the pages, as the second one does.
 
-    <!-- make: collectives psum_2_h200.json -->
+The pages are those in PAGES. Each table stands between two comments, of which the first one says
+what to make, from which RUN: a file, a minor version of jax, and a name.
+
+    <!-- make: collectives 2_h200/0.12/psum -->
     ...
     <!-- end -->
 
 In a sentence or in the cell of a table, the two comments stand around a figure of it; no line may
 begin with them. The program replaces what stands between them. The words after "make:" are
 
-    headline FILE         one sentence: the time of small collectives
-    setup FILE...         devices, versions, date and command of runs of the benchmark
-    collectives FILE      a table of sizes
-    matmuls FILE          a table of shapes
-    programs FILE...      a table of whole programs, a row for each run of the benchmark
-    losses FILE...        a table of the rows where ours gains little, or loses
-    figure PNG FILE...    a plot, written to docs/figures/PNG
+    headline RUN         one sentence: the time of small collectives
+    setup RUN...         devices, versions, date and command of runs of the benchmark
+    collectives RUN      a table of sizes
+    matmuls RUN          a table of shapes
+    programs RUN...      a table of whole programs, a row for each run of the benchmark
+    losses RUN...        a table of the rows where ours gains little, or loses
+    figure PNG RUN...    a plot, written to docs/figures/PNG
 
 and around a figure of a sentence, of all rows together (of collectives, of rows up to 4 MB),
 
-    ratios FILE...        the lowest and the highest ratio
-    lowest FILE...        the lowest one
-    lowest_gain FILE...   the lowest one that is no loss
-    fused FILE...         as ratios: the program that is only accelerated, to ours
+    ratios RUN...        the lowest and the highest ratio
+    lowest RUN...        the lowest one
+    lowest_gain RUN...   the lowest one that is no loss
+    fused RUN...         as ratios: the program that is only accelerated, to ours
 
 For these `jax.lax` needs no longer for an array than for a larger one: so its outliers make no
-headline. A table whose file does not exist yet keeps its text. With --check the program writes
-nothing, and exits with 1 if something is not what the files give.
+headline. A table of a run that was not measured yet keeps its text. With --check the program writes
+nothing, and exits with 1 if something is not what the rows give.
 """
 
 import argparse
 import hashlib
+import json
 import math
 import re
 import statistics
@@ -61,6 +68,87 @@ _GAIN = 1.05
 _SMALL = 64 << 10
 # Sizes of the ratios in sentences.
 _MOST = 4 << 20
+
+
+# The rows.
+
+# What rows repeat of the run's header. The command has the settings.
+_OF_RUN = (
+    *("operation", "backward", "platform", "device", "devices", "cpus"),
+    *("jax", "jaxlib", "jax_intranode", "nccl", "cuda", "driver", "python"),
+    *("tuning", "xla_flags", "lax_flags", "date", "command"),
+)
+# What follows from other fields of a row.
+_DERIVED = ("count", "algbw", "busbw", "tflops", "lax_share", "reason")
+
+
+class _Fields(dict[str, Any]):
+    """The fields of a row or a header. Those that a row lacks are None: empty ones are not kept."""
+
+    def __missing__(self, _: str) -> None:
+        return None
+
+
+def _runs(file: Path) -> dict[tuple[str, str], list[dict[str, Any]]]:
+    """Returns the rows of a file, if it exists, by minor version of jax and name of the run."""
+    found: dict[tuple[str, str], list[dict[str, Any]]] = {}
+    for line in file.read_text().splitlines() if file.exists() else ():
+        row = json.loads(line, object_hook=_Fields)
+        found.setdefault((_minor(row["jax"]), row["name"]), []).append(row)
+    return found
+
+
+def _minor(version: str) -> str:
+    return ".".join(version.split(".")[:2])
+
+
+def read(run: str, folder: Path) -> dict[str, Any] | None:
+    """Returns a run, such as "2_h100/0.12/psum", as `bench --json` writes it; None without rows.
+
+    Args:
+        folder: docs/measurements.
+    """
+    file, jax, name = run.split("/")
+    rows = _runs(folder / f"{file}.jsonl").get((jax, name))
+    if rows is None:
+        return None
+    peers = [row for row in rows if "library" in row]
+    return {
+        "header": _Fields((key, rows[0][key]) for key in _OF_RUN),
+        "rows": [row for row in rows if "library" not in row],
+        "peers": {"versions": peers[0]["libraries"] if peers else [], "rows": peers},
+    }
+
+
+def add(files: Sequence[Path], folder: Path) -> None:
+    """Takes over JSON files of the benchmark, as the program's description says.
+
+    A run that is older than the one that is there is left out, with a message.
+
+    Raises:
+        ValueError: the benchmark did not write a file.
+    """
+    for file, result in [(file, plots.read(file)) for file in files]:
+        header, peers = result["header"], result["peers"]
+        kinds = re.findall(r"[A-Z]+\d+", header["device"])
+        where = f"{header['devices']}_{(kinds or [header['device']])[0].lower()}"
+        to, name = folder / f"{where}.jsonl", file.stem.removesuffix(f"_{where}")
+        of_peers = [row | {"libraries": peers["versions"]} for row in peers["rows"]]
+        rows = [
+            {
+                key: value
+                for key, value in ({"name": name} | row | header | row).items()
+                if key in ("name", *row, *_OF_RUN) and key not in _DERIVED
+                if value not in (None, "", [])
+            }
+            for row in (*result["rows"], *of_peers)
+        ]
+        runs, run = _runs(to), (_minor(header["jax"]), name)
+        if run in runs and runs[run][0]["date"] > header["date"]:
+            sys.stderr.write(f"{file}: left out, {to.name} has a run of {runs[run][0]['date']}\n")
+            continue
+        runs[run] = rows
+        to.write_text("".join(json.dumps(row) + "\n" for rows in runs.values() for row in rows))
 
 
 # Tables.
@@ -283,25 +371,20 @@ def fused(*results: dict[str, Any]) -> str:
 # Figures.
 
 
-def _digest(files: Sequence[Path]) -> str:
-    return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
+def figure(results: Sequence[dict[str, Any]], png: Path, check: bool) -> str:
+    """Draws a figure unless it is that of these runs already; returns its line of Markdown.
 
-
-def figure(files: Sequence[Path], png: Path, check: bool) -> str:
-    """Draws a figure unless it is that of these files already; returns its line of Markdown.
-
-    The PNG contains the digest of the files, so that checking needs no matplotlib.
+    The PNG contains the digest of the runs, so that checking needs no matplotlib.
 
     Raises:
-        ValueError: with `check`, the figure is missing or that of other files.
+        ValueError: with `check`, the figure is missing or that of other runs.
     """
-    digest = _digest(files)
+    digest = hashlib.sha256(json.dumps(results).encode()).hexdigest()
     if not png.exists() or digest.encode() not in png.read_bytes():
         if check:
-            raise ValueError(f"{png.name} is not the figure of {', '.join(f.name for f in files)}")
-        plots.draw([plots.read(file) for file in files], png, metadata={"Source": digest})
-    operation = plots.read(files[0])["header"]["operation"]
-    return f"![{operation}](figures/{png.name})\n"
+            raise ValueError(f"{png.name} is not the figure of the runs")
+        plots.draw(results, png, metadata={"Source": digest})
+    return f"![{results[0]['header']['operation']}](figures/{png.name})\n"
 
 
 # The page.
@@ -331,24 +414,27 @@ def render(page: str, docs: Path, check: bool) -> str:
         check: draw nothing.
 
     Raises:
-        ValueError: an unknown word after "make:", or, with `check`, a figure of other files.
+        ValueError: an unknown word after "make:", a sentence of a run that was not measured, or,
+            with `check`, a figure of other runs.
     """
 
     def make(block: re.Match[str]) -> str:
         kind, *names = block["what"].split()
         png = docs / "figures" / names.pop(0) if kind == "figure" else None
-        files = [docs / "measurements" / name for name in names]
-        if kind in _IN_SENTENCES:
-            text = _IN_SENTENCES[kind](*map(plots.read, files))
-        elif not all(file.exists() for file in files):
-            text = block["text"]
-        elif png is not None:
-            text = figure(files, png, check)
-        elif kind in _TABLES:
-            text = _TABLES[kind](*map(plots.read, files))
-        else:
+        found = {name: read(name, docs / "measurements") for name in names}
+        results = [result for result in found.values() if result is not None]
+        missing = [name for name, result in found.items() if result is None]
+        if kind not in _TABLES | _IN_SENTENCES and png is None:
             known = ", ".join(_TABLES | _IN_SENTENCES)
             raise ValueError(f"make: {kind} is none of {known}, figure")
+        if missing and kind in _IN_SENTENCES:
+            raise ValueError(f"make: {kind}: docs/measurements has no {', '.join(missing)}")
+        if missing:
+            text = block["text"]
+        elif png is not None:
+            text = figure(results, png, check)
+        else:
+            text = (_TABLES | _IN_SENTENCES)[kind](*results)
         return f"{block['head']}{text}<!-- end -->"
 
     page, found = _BLOCK.subn(make, page)
@@ -362,9 +448,15 @@ def _main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--check", action="store_true", help="only check whether it is up to date")
+    parser.add_argument("--add", nargs="+", default=[], type=Path, metavar="FILE", help="see above")
     parser.add_argument("pages", nargs="*", type=Path, default=PAGES, metavar="PAGE")
     options = parser.parse_args()
     status = 0
+    try:
+        add(options.add, DOCS / "measurements")
+    except (OSError, ValueError) as error:
+        sys.stderr.write(f"{error}\n")
+        return 1
     for page in options.pages:
         before = page.read_text()
         try:

@@ -93,7 +93,7 @@ class Calibration(NamedTuple):
     """A run of the fused kernel after a rest: a plan, as the probe takes it, of a product.
 
     Attributes:
-        h200_ms: what 2 H200s took (docs/measurements/).
+        h200_ms: what 2 H200s took.
     """
 
     product: Product

@@ -81,9 +81,9 @@ def _exchange(
 ) -> dict[tuple[str, int], tuple[Row, ...]]:
     """Rows of all_to_all, from those of another operation, which sends alike.
 
-    They were measured between 2 ranks, for bare packets (docs/measurements/all_to_all_2_h100.json
-    and all_to_all_one_process_2_h100.json). `largest` is the largest operand in bytes, of which
-    each of n ranks gets 1/n.
+    They were measured between 2 ranks, for bare packets (docs/measurements/2_h100.jsonl, all_to_all
+    and all_to_all_one_process). `largest` is the largest operand in bytes, of which each of n ranks
+    gets 1/n.
     """
     return {
         (packets, world): tuple(
@@ -107,7 +107,7 @@ _HOPPER: dict[str, dict[tuple[str, int], tuple[Row, ...]]] = {
             Row(512 * _KB, "one_shot", 128, 256),
             Row(1 * _MB, "one_shot", 256, 256),
             Row(4 * _MB, "one_shot", 512, 256),
-            # The next two were measured on 2 H100s (docs/measurements/tune_psum_2_h100.json).
+            # The next two were measured on 2 H100s (docs/measurements/2_h100.jsonl, tune_psum).
             Row(16 * _MB, "two_shot", 512, 256),
             Row(64 * _MB, "one_shot", 512, 256, segment_bytes=8 * _MB),
         ),

@@ -195,8 +195,9 @@ class Profile:
         return self.scaled_from and f"model scaled from {self.scaled_from}, not measured"
 
 
-# docs/measurements/ compares the model with measurements. On 8 GPUs the orders for more than four
-# ranks were only measured with four GPUs that stood for eight (tools/fused_probe.cu).
+# docs/measurements/experiments.md has what the plans of the model reach. On 8 GPUs the orders for
+# more than four ranks were only measured with four GPUs that stood for eight
+# (tools/fused_probe.cu).
 H200 = Profile(
     name="NVIDIA H200",
     sms=132,

@@ -171,8 +171,8 @@ def test_the_newest_run_of_a_minor_version_is_kept(
     assert [line["jax"] for line in lines] == ["0.12.1"] * 3 + ["0.13.0"] * 3
     assert {line["name"] for line in lines} == {f"{operation}_large"}
     assert lines[0]["none_time_us"] == 402.5 / 4 and "tuned_time_us" not in lines[0]
-    for jax, shown in (("0.12", patched), ("0.13", newer)):
-        found = performance_page.read(f"4_h200/{jax}/{operation}_large", tmp_path)
+    for minor, shown in (("0.12", patched), ("0.13", newer)):
+        found = performance_page.read(f"4_h200/{minor}/{operation}_large", tmp_path)
         assert found is not None and table(found) == shown
         assert found["peers"]["versions"] == ["pallas of jax"]
         assert found["header"]["device"] == "NVIDIA H200" and found["header"]["driver"] is None

@@ -51,8 +51,6 @@ try:
         psum_residual_rms_norm,
         psum_scatter_residual_layer_norm,
         psum_scatter_residual_rms_norm,
-        reduce_scatter_residual_layer_norm,
-        reduce_scatter_residual_rms_norm,
     )
     from jax_intranode._src.ops.row_parallel_matmul import row_parallel_matmul
     from jax_intranode._src.report.calls import Call
@@ -105,8 +103,6 @@ __all__ = [
     "psum_scatter",
     "psum_scatter_residual_layer_norm",
     "psum_scatter_residual_rms_norm",
-    "reduce_scatter_residual_layer_norm",
-    "reduce_scatter_residual_rms_norm",
     "register_ffi_library",
     "row_parallel_matmul",
     "shutdown",

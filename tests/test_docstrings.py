@@ -14,8 +14,6 @@ import jax_intranode
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "api.rst"
 # Examples would disturb other tests, or depend on the machine or on what other tests have done.
 WITHOUT_EXAMPLE = {"last_failure", "register_ffi_library", "shutdown", "topology", "uninstall"}
-# Old names: see tests/test_old_names.py.
-WITHOUT_EXAMPLE |= {"reduce_scatter_residual_rms_norm", "reduce_scatter_residual_layer_norm"}
 
 pytestmark = pytest.mark.skipif(not PAGE.exists(), reason="the docs are not here")
 

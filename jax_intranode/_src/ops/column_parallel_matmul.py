@@ -23,7 +23,6 @@ from jax_intranode._src.ops import (
     fallback,
     local_matmuls,
     matmul_arguments,
-    old_names,
 )
 from jax_intranode._src.ops.annotations import AnyMesh, AxisNames, Matrices
 from jax_intranode._src.ops.collective_matmul import (
@@ -66,7 +65,6 @@ def column_parallel_matmul(
 ) -> list[jax.Array]: ...
 
 
-@old_names.argument("sequence_axis", "gather_axis")
 def column_parallel_matmul(
     x: ArrayLike,
     w: Matrices,

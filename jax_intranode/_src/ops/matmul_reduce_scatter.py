@@ -14,7 +14,6 @@ from jax_intranode._src.ops import (
     collective_matmul,
     local_matmuls,
     matmul_arguments,
-    old_names,
     overlapped_call,
 )
 from jax_intranode._src.ops.annotations import AnyMesh, AxisNames
@@ -34,7 +33,6 @@ from jax_intranode._src.ops.matmul_arguments import MatmulCall
 from jax_intranode._src.selection.overlap.sizes import Sizes
 
 
-@old_names.argument("scatter_axis", "scatter_dimension")
 def matmul_reduce_scatter(
     x: ArrayLike,
     w: ArrayLike,

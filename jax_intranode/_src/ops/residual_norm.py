@@ -14,7 +14,7 @@ import numpy as np
 from jax.typing import ArrayLike
 
 from jax_intranode._src.jax_private import trace_state
-from jax_intranode._src.ops import collective, fallback, matmul_arguments, old_names
+from jax_intranode._src.ops import collective, fallback, matmul_arguments
 from jax_intranode._src.ops.annotations import AxisNames
 from jax_intranode._src.ops.norm_rules import PRIMITIVES, NormParams
 from jax_intranode._src.selection import select
@@ -218,13 +218,6 @@ def psum_scatter_residual_layer_norm(
         "layer_norm", scatter_dimension, x, residual, weight, bias, axis_name, eps, weight_offset
     )
 
-
-reduce_scatter_residual_rms_norm = old_names.function(
-    "reduce_scatter_residual_rms_norm", psum_scatter_residual_rms_norm
-)
-reduce_scatter_residual_layer_norm = old_names.function(
-    "reduce_scatter_residual_layer_norm", psum_scatter_residual_layer_norm
-)
 
 # Checks.
 

@@ -3,12 +3,11 @@
 import jax
 from jax.typing import ArrayLike, DTypeLike
 
-from jax_intranode._src.ops import matmul_all_reduce, matmul_reduce_scatter, old_names
+from jax_intranode._src.ops import matmul_all_reduce, matmul_reduce_scatter
 from jax_intranode._src.ops.annotations import AnyMesh, AxisNames
 from jax_intranode._src.ops.matmul_arguments import MatmulCall
 
 
-@old_names.argument("sequence_axis", "scatter_dimension")
 def row_parallel_matmul(
     x: ArrayLike,
     w: ArrayLike,

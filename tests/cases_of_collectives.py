@@ -227,66 +227,6 @@ def permuted_devices(seed: int) -> None:
         check(compiled_of_ours(f, value)(value), reference(operation, parts))
 
 
-# Beside other work.
-
-
-@case(dtype=("float32", "int32"))
-def beside_other_work(dtype: str) -> None:
-    """`overlap=True` changes no value: amid calls in line and matmuls, in loops, with gradients."""
-    mesh = line()
-    n = mesh.size
-
-    def program(overlap: bool) -> Any:
-        def body(x: Any, w: Any) -> Any:
-            def step(v: Any, _: Any) -> tuple[Any, None]:
-                total = jax_intranode.psum(v, "x", overlap=overlap)
-                product = v @ w
-                inline = jax_intranode.psum(product, "x")
-                part = jax_intranode.psum_scatter(product, "x", tiled=True, overlap=overlap)
-                whole = jax_intranode.all_gather(part @ w, "x", tiled=True, overlap=overlap)
-                moved = jax_intranode.all_to_all(product, "x", 0, 1, tiled=True, overlap=overlap)
-                branch = lax.cond(
-                    total[0, 0] > inline[0, 0],
-                    lambda u: jax_intranode.pmean(u, "x", overlap=overlap).astype(u.dtype),
-                    lambda u: jax_intranode.psum(u, "x"),
-                    whole,
-                )
-                mixed = (total + inline) * 2 - branch
-                return mixed % 5 + moved.reshape(v.shape) % 3, None
-
-            v, _ = lax.scan(step, x, None, length=3)
-            last = jax_intranode.psum(v, "x", overlap=overlap)
-            product = v @ w
-            return last + jax_intranode.psum(product @ w, "x")
-
-        return sharded(body, mesh, (P("x"), P()), P("x"))
-
-    rows = 32 * n
-    x = put(mesh, P("x"), random("int8", (rows * n, 128), 51).astype(dtype) % 4)
-    w = put(mesh, P(), random("int8", (128, 128), 52).astype(dtype) % 2)
-    with ours_up_to(1 << 20):
-        in_line, beside = (compiled_of_ours(program(overlap), x, w) for overlap in (False, True))
-    on_gpus = mesh.devices.flat[0].platform == "gpu"
-    assert ("_beside" in beside.as_text()) == on_gpus and "_beside" not in in_line.as_text()
-    want = in_line(x, w)
-    for _ in range(4):
-        check_like(beside(x, w), want, 0)
-    if dtype == "int32":
-        return
-
-    def gradient(overlap: bool) -> Any:
-        def loss(x: Any, w: Any) -> Any:
-            total = jax_intranode.psum(jnp.sin(x @ w), "x", overlap=overlap)
-            whole = jax_intranode.all_gather(x, "x", tiled=True, overlap=overlap)
-            return (total @ w).sum() + jnp.sin(whole @ w).sum()
-
-        return sharded(jax.grad(loss, argnums=(0, 1)), mesh, (P("x"), P()), (P("x"), P()), False)
-
-    with ours_up_to(1 << 20):
-        ours, like = (jax.jit(gradient(overlap))(x, w) for overlap in (True, False))
-    check_like(ours, like, 1e-5)
-
-
 # How often calls run, and what explain says of them.
 
 

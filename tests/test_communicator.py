@@ -4,7 +4,6 @@ import itertools
 import logging
 from types import SimpleNamespace
 from typing import Any
-from unittest import mock
 
 import cases
 import jax
@@ -171,31 +170,6 @@ def test_partitions_of_the_same_devices_have_regions_of_their_own() -> None:
     rendezvous = rendezvous_lib.rendezvous_of(mesh.devices.flat)
     regions = [communicator._claim_region(rendezvous, groups) for groups in (all_of_it, halves)]
     assert None not in regions and len({*regions}) == 2
-
-
-@pytest.mark.usefixtures("fresh")
-def test_calls_beside_other_work_have_regions_of_their_own() -> None:
-    need_devices(2)
-    mesh = cases.line()
-    groups = partition_lib.partition(mesh, ("x",))
-    rendezvous = rendezvous_lib.rendezvous_of(mesh.devices.flat)
-    in_line = communicator._claim_region(rendezvous, groups)
-    added: list[Any] = []
-    module = SimpleNamespace(add_beside=lambda *what: added.append(what), RECORD_BYTES=100)
-    with (
-        mock.patch.object(extension, "module", lambda platform: module),
-        mock.patch.object(rendezvous, "region_bytes", lambda: 1000),
-    ):
-        reasons = [communicator.beside(rendezvous, groups) for _ in range(2)]
-    assert reasons == [None, None] and len(added) == 1  # claimed once
-    (ids, size, members) = added[0]
-    assert (tuple(ids), size) == (groups.device_ids, mesh.size)
-    for device, regions, record in members:
-        assert record != rendezvous.records[device] + 100 * in_line
-        slabs_of_peers = rendezvous.addresses[device].values()
-        offsets = {r - s - slabs.PROBE_BYTES for r, s in zip(regions, slabs_of_peers, strict=True)}
-        (offset,) = offsets
-        assert offset % 1000 == 0 and offset // 1000 != in_line
 
 
 @pytest.mark.usefixtures("fresh")

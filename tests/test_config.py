@@ -74,12 +74,11 @@ def test_all_variables_together() -> None:
             "JAX_INTRANODE_STRICT": "1",
             "JAX_INTRANODE_SEGMENT_KIB": "64",
             "JAX_INTRANODE_FUSE_NORMS": "always",
-            "JAX_INTRANODE_ASYNC": "1",
             "JAX_INTRANODE_TUNING": "file",
             "JAX_INTRANODE_LOG": "info",
         }
     ) == config.Config(
-        *(True, "unknown", 3, 4, 5, 2.5, 0.5, "two_shot", 64, "always", True, True, "file", "info")
+        *(True, "unknown", 3, 4, 5, 2.5, 0.5, "two_shot", 64, "always", True, "file", "info")
     )
 
 

@@ -54,10 +54,6 @@ struct CudaBackend {
     of_matmul["initialize"] = HandlerCapsule(&CudaCollectiveMatmulInitialize);
     of_matmul["execute"] = HandlerCapsule(&CudaCollectiveMatmul);
     (*all)["jax_intranode_collective_matmul"] = of_matmul;
-    nb::dict beside;
-    beside["instantiate"] = HandlerCapsule(&CudaCollectiveInstantiate);
-    beside["execute"] = HandlerCapsule(&CudaCollectiveBeside);
-    for (const std::string& name : CollectiveTargets()) (*all)[(name + "_beside").c_str()] = beside;
   }
 };
 
@@ -111,15 +107,6 @@ NB_MODULE(_cuda, m) {
       nb::arg("device_ids"), nb::arg("group_size"), nb::arg("rings"), nb::arg("ring_bytes"),
       nb::call_guard<nb::gil_scoped_release>(),
       "Gives a communicator ring buffers, which collective matmuls need.");
-  m.def(
-      "add_beside",
-      [](const std::vector<int64_t>& device_ids, int64_t group_size,
-         const std::vector<RegionBeside>& regions) {
-        AddBeside({device_ids, group_size}, regions);
-      },
-      nb::arg("device_ids"), nb::arg("group_size"), nb::arg("regions"),
-      nb::call_guard<nb::gil_scoped_release>(),
-      "Gives a communicator a second region, which calls beside other work need.");
   m.def("cublas_lt_version", &CublasLtVersion,
         "The version of the cuBLASLt library in use; 0 if there is none.");
   m.def("time_in_graph", &TimeOnGroup, nb::arg("device_ids"), nb::arg("group_size"),

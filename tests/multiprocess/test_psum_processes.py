@@ -21,7 +21,6 @@ QUICK = {
     "exact_matmuls": ("129-bfloat16",),
     "random_program": ("4",),
     "random_programs_in_turn": (),
-    "beside_other_work": ("int32",),
     "graphs_of_segments_in_turn": (),
     "independent_calls_of_unequal_cost": (),
 }
@@ -39,7 +38,6 @@ QUICK_OF_FOUR = QUICK | {
     "epochs_wrap": (),
     "chain_with_delays": ("psum",),
     "permuted_devices": ("0",),
-    "beside_other_work": (),
     "sums_on_two_nodes": ("shared_memory",),
 }
 

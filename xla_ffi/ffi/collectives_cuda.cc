@@ -77,39 +77,6 @@ ffi::Error Execute(cudaStream_t stream, int32_t device, DeviceSite* site, ffi::R
   return Launched(communicator, device, stream, std::move(error));
 }
 
-// The same beside other work (communicator_cuda.h). XLA captures no call of this handler in a
-// graph, in which it would run in line: so it runs, and orders the launches, in each execution.
-ffi::Error ExecuteBeside(cudaStream_t stream, int32_t device, DeviceSite* site,
-                         ffi::RemainingArgs xs, ffi::RemainingRets ys, ffi::Dictionary) {
-  DeviceCommunicator& communicator = *site->communicator;
-  device_handler_calls.fetch_add(1, std::memory_order_relaxed);
-  const auto launch = [&] {
-    if (ffi::Error error = CheckUsable(communicator, device); error.failure()) return error;
-    const std::optional<DeviceGroup>& beside = communicator.members.at(device).beside;
-    if (!beside) {
-      return ffi::Error(
-          ffi::ErrorCode::kFailedPrecondition,
-          "jax_intranode: there is no memory for calls with overlap=True on CUDA device " +
-              std::to_string(device) +
-              ". A program with such calls that was compiled elsewhere can't be loaded; compile it "
-              "here.");
-    }
-    LaunchOrder& order = LaunchOrderOf(device);
-    std::lock_guard lock(order.mutex);
-    cudaError_t status = cudaStreamWaitEvent(stream, order.launched, 0);
-    ffi::Error error = ffi::Error::Success();
-    if (status == cudaSuccess) {
-      error = LaunchAll(stream, device, *site, *beside, xs, ys);
-      if (error.failure()) return error;
-      status = cudaEventRecord(order.launched, stream);
-    }
-    if (status == cudaSuccess) return error;
-    return ffi::Error::Internal("jax_intranode: ordering calls on CUDA device " +
-                                std::to_string(device) + " failed: " + cudaGetErrorString(status));
-  };
-  return Launched(communicator, device, stream, launch());
-}
-
 // Closes memory after what was launched before. While XLA captures the stream, its work becomes a
 // part of a graph, which XLA drops after an error: then on another stream.
 cudaError_t Close(uint32_t* closed, int32_t device, cudaStream_t stream) {
@@ -117,8 +84,8 @@ cudaError_t Close(uint32_t* closed, int32_t device, cudaStream_t stream) {
   cudaError_t status = cudaStreamIsCapturing(stream, &capture);
   if (status == cudaSuccess) {
     const bool captures = capture != cudaStreamCaptureStatusNone;
-    status = cudaMemsetAsync(closed, 1, sizeof(*closed),
-                             captures ? LaunchOrderOf(device).closing : stream);
+    status =
+        cudaMemsetAsync(closed, 1, sizeof(*closed), captures ? ClosingStreamOf(device) : stream);
   }
   cudaGetLastError();  // so that no later call reports it again
   return status;
@@ -162,14 +129,6 @@ XLA_FFI_Error* CudaCollective(XLA_FFI_CallFrame* frame) {
   static auto* const handler =
       BindCall<DeviceSite>(ffi::Ffi::Bind().Ctx<ffi::PlatformStream<cudaStream_t>>())
           .To(Execute, {ffi::Traits::kCmdBufferCompatible})
-          .release();
-  return handler->Call(frame);
-}
-
-XLA_FFI_Error* CudaCollectiveBeside(XLA_FFI_CallFrame* frame) {
-  static auto* const handler =
-      BindCall<DeviceSite>(ffi::Ffi::Bind().Ctx<ffi::PlatformStream<cudaStream_t>>())
-          .To(ExecuteBeside)
           .release();
   return handler->Call(frame);
 }

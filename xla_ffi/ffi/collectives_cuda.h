@@ -24,7 +24,6 @@ extern std::atomic<uint64_t> device_handler_calls;
 
 XLA_FFI_Error* CudaCollectiveInstantiate(XLA_FFI_CallFrame* frame);
 XLA_FFI_Error* CudaCollective(XLA_FFI_CallFrame* frame);
-XLA_FFI_Error* CudaCollectiveBeside(XLA_FFI_CallFrame* frame);
 
 // collective_matmul_cuda.cc
 XLA_FFI_Error* CudaCollectiveMatmulInstantiate(XLA_FFI_CallFrame* frame);

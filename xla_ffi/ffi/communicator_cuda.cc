@@ -20,7 +20,6 @@ void ForEachDevice(const Act& act) {
   for (const auto& [partition, communicator] : Registry<DeviceCommunicator>::Get().All()) {
     for (const auto& [device, member] : communicator->members) {
       act(*communicator, device, member.group);
-      if (member.beside) act(*communicator, device, *member.beside);
     }
   }
 }
@@ -63,7 +62,7 @@ void CreateDeviceCommunicator(const Partition& partition, const std::vector<Grou
     group.failure = new (reinterpret_cast<void*>(member.record)) FailureRecord{};
     communicator->members[static_cast<int32_t>(member.device)] = {
         group, DeviceIdsOf(partition, member.group)};
-    LaunchOrderOf(static_cast<int>(member.device));
+    ClosingStreamOf(static_cast<int>(member.device));
   }
   CudaPlatform::Get().AddNew(
       [&] { return Registry<DeviceCommunicator>::Get().Add(partition, std::move(communicator)); });
@@ -82,35 +81,16 @@ void AddRings(const Partition& partition,
   }
 }
 
-LaunchOrder& LaunchOrderOf(int device) {
+cudaStream_t ClosingStreamOf(int device) {
   static std::mutex mutex;
-  static auto* const orders = new std::map<int, LaunchOrder>;
+  static auto* const streams = new std::map<int, cudaStream_t>;
   std::lock_guard lock(mutex);
-  LaunchOrder& order = (*orders)[device];
-  if (order.launched == nullptr) {
+  cudaStream_t& stream = (*streams)[device];
+  if (stream == nullptr) {
     const CurrentDevice current(device);
-    ThrowIfError(cudaStreamCreateWithFlags(&order.closing, cudaStreamNonBlocking),
-                 "creating a stream");
-    ThrowIfError(cudaEventCreateWithFlags(&order.launched, cudaEventDisableTiming),
-                 "creating an event");
+    ThrowIfError(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking), "creating a stream");
   }
-  return order;
-}
-
-void AddBeside(const Partition& partition, const std::vector<RegionBeside>& regions) {
-  const auto communicator = Registry<DeviceCommunicator>::Get().Find(partition);
-  if (!communicator) throw std::invalid_argument("jax_intranode: a region without a communicator");
-  for (const auto& [device, addresses, record] : regions) {
-    DeviceCommunicator::Member& member = communicator->members.at(static_cast<int32_t>(device));
-    DeviceGroup group = member.group;
-    CopyAddresses({.addresses = addresses}, partition.second, group.region);
-    group.failure = new (reinterpret_cast<void*>(record)) FailureRecord{};
-    CudaPlatform::Get().AddNew([&] {
-      std::lock_guard lock(operations_mutex);  // another thread may count
-      member.beside = group;
-      return nullptr;
-    });
-  }
+  return stream;
 }
 
 void SynchronizeDevices() {

@@ -8,7 +8,6 @@
 #include <mutex>
 #include <optional>
 #include <string>
-#include <tuple>
 #include <utility>
 #include <vector>
 
@@ -18,23 +17,9 @@
 
 namespace jax_intranode {
 
-// Calls that XLA runs beside other work, on another stream than the rest, have a region of their
-// own, so that they are a sequence of operations of their own. They may be in flight together with
-// one operation of the other region. Those in flight are one at a time on a device, of all
-// communicators together: XLA may give two calls two streams, so each launch waits for the event
-// that follows the last one. All ranks launch in the order of XLA's schedule, which is the same for
-// all.
-//
-// Why two operations in flight, one of them beside, can't wait for each other for ever: see
-// docs/how_it_works.md, "Beside other work".
-struct LaunchOrder {
-  cudaEvent_t launched = nullptr;
-  cudaStream_t closing = nullptr;  // on which memory is closed while XLA captures
-  std::mutex mutex;                // from the wait for the event to its next record
-};
-
-// That of a CUDA device. It lasts as long as the process.
-LaunchOrder& LaunchOrderOf(int device);
+// The stream of a CUDA device on which memory is closed while XLA captures. It lasts as long as the
+// process.
+cudaStream_t ClosingStreamOf(int device);
 
 // The groups of one partition, as the devices of this process see them.
 struct DeviceCommunicator {
@@ -42,7 +27,6 @@ struct DeviceCommunicator {
     DeviceGroup group;
     std::vector<int64_t> device_ids;       // of the group
     std::optional<MatmulMember> matmul{};  // if it has rings
-    std::optional<DeviceGroup> beside{};   // if it has a region for calls beside other work
     // Why calls of the group can't run: for good, or because a peer has left. `mutex` guards them.
     std::string failed{}, left{};
     bool refused = false;  // because a peer has left
@@ -100,13 +84,6 @@ void CreateDeviceCommunicator(const Partition& partition, const std::vector<Grou
 void AddRings(const Partition& partition,
               const std::vector<std::pair<int64_t, std::vector<uintptr_t>>>& rings,
               size_t ring_bytes);
-
-// Of a device, for calls beside other work: its CUDA ordinal, the regions of every rank, and where
-// kernels write their records.
-using RegionBeside = std::tuple<int64_t, std::vector<uintptr_t>, uintptr_t>;
-
-// Gives a communicator a second region on each device, before any program uses it.
-void AddBeside(const Partition& partition, const std::vector<RegionBeside>& regions);
 
 // Waits until nothing runs on the devices of this process.
 void SynchronizeDevices();

@@ -185,15 +185,13 @@ class CudaPlatform final : public Platform {
       place.call.limit_s = group.timeout_ns / 1e9;
       act(place);
     };
-    Registry<DeviceCommunicator>::Get().ForEachAlive([&](const Partition& partition,
-                                                         DeviceCommunicator& communicator) {
-      const std::string name = ToString(partition);
-      for (const auto& [device, member] : communicator.members) {
-        visit(communicator, device, name, member.group, member.group.failure, "");
-        if (!member.beside) continue;  // it may wait for another rank than the group does
-        visit(communicator, device, name + " beside", *member.beside, member.beside->failure, "");
-      }
-    });
+    Registry<DeviceCommunicator>::Get().ForEachAlive(
+        [&](const Partition& partition, DeviceCommunicator& communicator) {
+          const std::string name = ToString(partition);
+          for (const auto& [device, member] : communicator.members) {
+            visit(communicator, device, name, member.group, member.group.failure, "");
+          }
+        });
     DevicePeerBuffers::Get().ForEachAlive([&](const std::string& name, DevicePeerBuffer& buffer) {
       for (const auto& [device, peers] : buffer.members) {
         visit(*buffer.communicator, device, ToString(buffer.partition), peers, peers.record, name);

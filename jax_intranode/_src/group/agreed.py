@@ -57,7 +57,6 @@ class Rendezvous:
         memory: owns the slabs.
         records: the address of each local device's failure records, by device id.
         communicators: by partition, why there is no communicator, or None if there is one.
-        beside: by partition, why its calls can't run beside other work, or None if they can.
         watch: the watch over the other processes of this host; None if there are none, or if they
             can't be watched.
         peer_buffers: the open peer buffers, by name (peer_buffer.py).
@@ -79,7 +78,6 @@ class Rendezvous:
     memory: list[Any] = field(default_factory=list)
     records: dict[int, int] = field(default_factory=dict)
     communicators: dict[Partition, str | None] = field(default_factory=dict)
-    beside: dict[Partition, str | None] = field(default_factory=dict)
     watch: peers.Watch | None = None
     peer_buffers: dict[str, Any] = field(default_factory=dict)
     peer_buffers_made: dict[str, int] = field(default_factory=dict)

@@ -138,32 +138,6 @@ def communicator(
     return reason
 
 
-def beside(rendezvous: Rendezvous, groups: Partition) -> str | None:
-    """Prepares a partition for calls beside other work, on another stream than the rest.
-
-    Its communicator is there already. Returns why such calls have to run in line, or None.
-    """
-    with rendezvous_lib.lock:
-        if groups not in rendezvous.beside:
-            rendezvous.beside[groups] = _add_beside(rendezvous, groups)
-        return rendezvous.beside[groups]
-
-
-def _add_beside(rendezvous: Rendezvous, groups: Partition) -> str | None:
-    if topology_of(rendezvous, groups) is not topology.TopologyKind.FULLY_CONNECTED:
-        return "the ranks are a hybrid cube mesh"
-    region = _claim_region(rendezvous, groups, " beside")
-    if region is None:
-        return f"the slab's {slabs.REGIONS} regions serve other groups of these devices"
-    members = _members_in_region(rendezvous, groups, region)
-    extension.module(rendezvous.platform).add_beside(
-        list(groups.device_ids),
-        groups.group_size,
-        [(ordinal, addresses, record) for ordinal, _, _, addresses, record in members],
-    )
-    return None
-
-
 def _create(rendezvous: Rendezvous, groups: Partition) -> str | None:
     if groups.group_size > definitions.MAX_WORLD_SIZE:
         most = definitions.MAX_WORLD_SIZE
@@ -246,9 +220,9 @@ def _links(rendezvous: Rendezvous, groups: Partition) -> list[list[tuple[int, in
     return links
 
 
-def _claim_region(rendezvous: Rendezvous, groups: Partition, purpose: str = "") -> int | None:
-    """The region that serves a partition for a purpose; None if all regions serve others."""
-    text = f"{groups.group_size}: {groups.device_ids}{purpose}"
+def _claim_region(rendezvous: Rendezvous, groups: Partition) -> int | None:
+    """The region that serves a partition; None if all regions serve others."""
+    text = f"{groups.group_size}: {groups.device_ids}"
     for region in range(slabs.REGIONS):
         if rendezvous.store.claim(f"region/{region}", text) == text:
             return region

@@ -47,12 +47,6 @@ def lowering_program_name(ctx: Any) -> str:
     return str(ctx.module_context.module.operation.attributes["sym_name"].value)
 
 
-def is_placed(ctx: Any) -> bool:
-    """Whether the program has placed what is lowered, by ``compute_on`` or ``set_xla_metadata``."""
-    of_equation = ctx.jaxpr_eqn_ctx
-    return bool(of_equation and (of_equation.compute_type or of_equation.xla_metadata))
-
-
 def called_once(results: Sequence[Any]) -> list[Any]:
     """The results of a lowered custom call for GPUs, arranged so that XLA runs the call once. 0.11.
 

@@ -25,7 +25,6 @@ def all_gather(
     axis: int = 0,
     tiled: bool = False,
     to: str = "varying",
-    overlap: bool = False,
 ) -> PyTree:
     """Gathers arrays over one or more mapped axes; takes the place of ``jax.lax.all_gather``.
 
@@ -45,7 +44,6 @@ def all_gather(
         axis: the position of the new axis, or, if tiled, the axis along which to concatenate.
         tiled: whether to concatenate the arrays, instead of stacking them on a new axis.
         to: as in ``jax.lax.all_gather``; only "varying" is accelerated.
-        overlap: whether XLA may run it beside work that does not need it, as for ``psum``.
 
     Returns:
         Arrays of the dtypes of `x`, with a new axis whose length is the number of ranks, or, if
@@ -82,9 +80,7 @@ def all_gather(
         reason = collective.reason_of_dimension(
             "axis", axis, leaf.ndim, -dimensions, dimensions - 1
         )
-        return reason or AllGatherParams(
-            axes, axis % dimensions, bool(tiled), size, overlap=bool(overlap)
-        )
+        return reason or AllGatherParams(axes, axis % dimensions, bool(tiled), size)
 
     reason = fallback.reason_of_axes(axes, axis_index_groups)
     if reason is None and to != "varying":
@@ -115,9 +111,7 @@ collective.register(
     join=lambda parts, shape, params: jnp.moveaxis(parts, 0, params.axis).reshape(shape),
     transposed=lambda params: (
         psum_scatter_p,
-        PsumScatterParams(
-            *(params.axes, params.axis, params.tiled, params.world_size), overlap=params.overlap
-        ),
+        PsumScatterParams(params.axes, params.axis, params.tiled, params.world_size),
     ),
     batched=_batched,
     hidden_dim=None,

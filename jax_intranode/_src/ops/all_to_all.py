@@ -22,7 +22,6 @@ def all_to_all(
     *,
     axis_index_groups: Sequence[Sequence[int]] | None = None,
     tiled: bool = False,
-    overlap: bool = False,
 ) -> PyTree:
     """Exchanges parts of arrays over mapped axes; takes the place of ``jax.lax.all_to_all``.
 
@@ -53,7 +52,6 @@ def all_to_all(
         tiled: whether to keep `split_axis`, shorter by a factor of the number of ranks, and to
             make `concat_axis` longer by that factor. Otherwise `split_axis` is dropped, and
             `concat_axis` is added.
-        overlap: whether XLA may run it beside work that does not need it, as for ``psum``.
 
     Returns:
         Arrays of the dtypes of `x`: the parts that all ranks have for this one, in rank order. If
@@ -92,7 +90,7 @@ def all_to_all(
     size = 1 if reason is not None else lax.psum(1, axes)
 
     def bind(leaf: Any, split: int, concat: int) -> Any:
-        params = AllToAllParams(axes, split, concat, size, overlap=bool(overlap))
+        params = AllToAllParams(axes, split, concat, size)
         (result,) = collective.bind(all_to_all_p, [leaf], params)
         return result
 

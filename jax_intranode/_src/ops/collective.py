@@ -6,7 +6,7 @@ rules are in its own file, and may bind the others' primitives.
 
 import operator
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -20,7 +20,7 @@ from jax_intranode._src.group import agreed, communicator
 from jax_intranode._src.group import partition as partition_lib
 from jax_intranode._src.group import rendezvous as rendezvous_lib
 from jax_intranode._src.health import call_sites, counts
-from jax_intranode._src.jax_private import lowering_context, streams, trace_state
+from jax_intranode._src.jax_private import lowering_context, trace_state
 from jax_intranode._src.native import definitions, extension
 from jax_intranode._src.ops import fallback
 from jax_intranode._src.ops.lowering_site import LoweringSite
@@ -36,11 +36,9 @@ class Params:
 
     Attributes:
         axes: the mesh axes.
-        overlap: whether XLA may run it beside other work.
     """
 
     axes: tuple[str, ...]
-    overlap: bool = field(default=False, kw_only=True)
 
     def by_lax(self, xs: Sequence[Any]) -> list[Any]:
         """What jax.lax computes instead of the primitive."""
@@ -271,21 +269,14 @@ def selector(
 
 
 def chooser(
-    operation: str,
-    mesh: jax.sharding.Mesh,
-    axes: Sequence[str],
-    dtype: np.dtype[Any],
-    overlap: bool = False,
+    operation: str, mesh: jax.sharding.Mesh, axes: Sequence[str], dtype: np.dtype[Any]
 ) -> Callable[[int], select.Selection]:
-    """Selects the algorithm of a collective from its bytes (see `select.select`).
-
-    With `overlap` what is selected runs beside other work, where it can.
-    """
+    """Selects the algorithm of a collective from its bytes (see `select.select`)."""
     choose = selector(mesh, axes)
     partition = partition_lib.partition(mesh, tuple(axes))
 
     def choose_by_bytes(nbytes: int) -> select.Selection:
-        selected = choose(
+        return choose(
             select.static_reason(operation, dtype.name, partition.group_size, is_empty=nbytes == 0),
             partial(
                 select.select,
@@ -295,14 +286,6 @@ def chooser(
                 segment_bytes=config.get().segment_kib * 1024,
             ),
         )
-        on_gpus = mesh.devices.flat[0].platform == "gpu"
-        if not overlap or not on_gpus or selected.algorithm == "lax":
-            return selected
-        rendezvous = rendezvous_lib.rendezvous_of(mesh.devices.flat)
-        reason = communicator.beside(rendezvous, partition)
-        if reason is not None:
-            return replace(selected, reason=f"{selected.reason}, in line: {reason}")
-        return selected.beside_other_work()
 
     return choose_by_bytes
 
@@ -369,24 +352,8 @@ def lower_to_call(
         extension.module("cpu").lower_site(site, partition.device_ids, partition.group_size)
     sent = ctx.avals_in if communicated is None else communicated
     counts.lowered(primitive.operation, selected.algorithm, sum(map(nbytes, sent)))
-    target = f"jax_intranode_{primitive.operation}"
-    if selected.beside:
-        target += "_beside"
-        if not lowering_context.is_placed(ctx):
-            return _on_collective_stream(ctx, target, xs, attributes)
-    results = jax.ffi.ffi_lowering(target)(ctx, *xs, **attributes)
+    results = jax.ffi.ffi_lowering(f"jax_intranode_{primitive.operation}")(ctx, *xs, **attributes)
     return lowering_context.called_once(results) if on_gpus else list(results)
-
-
-def _on_collective_stream(
-    ctx: Any, target: str, xs: Sequence[Any], attributes: dict[str, Any]
-) -> list[Any]:
-    """Emits our custom call on XLA's stream for collectives."""
-    types = [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in ctx.avals_out]
-    call = streams.on_collective_stream(
-        lambda *vs: list(jax.ffi.ffi_call(target, types)(*vs, **attributes))
-    )
-    return list(mlir.lower_fun(call, multiple_results=True)(ctx, *xs))
 
 
 def site_of(ctx: Any, operation: str) -> str:
@@ -515,7 +482,7 @@ def register(
             selected = select.Selection("lax", reason)
         else:
             assert site.mesh is not None  # or there would be a reason
-            choose = chooser(operation, site.mesh, params.axes, aval.dtype, params.overlap)
+            choose = chooser(operation, site.mesh, params.axes, aval.dtype)
             # What a rank sends to each peer.
             selected = choose(nbytes(aval) // (1 if divide is None else params.world_size))
 

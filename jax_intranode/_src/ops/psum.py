@@ -23,7 +23,6 @@ def psum(
     axis_name: AxisNames,
     *,
     axis_index_groups: Sequence[Sequence[int]] | None = None,
-    overlap: bool = False,
 ) -> PyTree:
     """Sums over one or more mapped axes; takes the place of ``jax.lax.psum``.
 
@@ -46,9 +45,6 @@ def psum(
             float16, float64, int8, uint8, int32, uint32, int64, uint64.
         axis_name: the name of a mapped axis, or several names.
         axis_index_groups: as in ``jax.lax.psum``; not accelerated.
-        overlap: whether XLA may run the sum beside work that does not need it. This is for large
-            arrays on GPUs, and changes nothing elsewhere: see "Beside other work" in
-            docs/how_it_works.md.
 
     Returns:
         The sums, with the shapes and dtypes of `x` (bool becomes int32).
@@ -81,7 +77,7 @@ def psum(
         else:
             with fallback.to_lax("psum", reason, sends=isinstance(leaf, jax.core.Tracer)):
                 leaves[i] = lax.psum(leaf, axes)
-    params = PsumParams(axes, invariant=trace_state.check_vma(), overlap=bool(overlap))
+    params = PsumParams(axes, invariant=trace_state.check_vma())
     for chosen in by_dtype.values():
         sums = collective.bind(psum_p, [leaves[i] for i in chosen], params)
         for i, total in zip(chosen, sums, strict=True):
@@ -94,7 +90,6 @@ def pmean(
     axis_name: AxisNames,
     *,
     axis_index_groups: Sequence[Sequence[int]] | None = None,
-    overlap: bool = False,
 ) -> PyTree:
     """The mean over one or more mapped axes; takes the place of ``jax.lax.pmean``.
 
@@ -110,7 +105,7 @@ def pmean(
         Array([1.5], dtype=float32)
     """
     with jax.named_scope("jax_intranode.pmean"):
-        total = psum(x, axis_name, axis_index_groups=axis_index_groups, overlap=overlap)
+        total = psum(x, axis_name, axis_index_groups=axis_index_groups)
     size = lax.psum(1, axis_name, axis_index_groups=axis_index_groups)
     return jax.tree.map(lambda v: v / size, total)
 
@@ -126,7 +121,6 @@ def operations(
     axes: Sequence[str],
     shapes: Sequence[Sequence[int]],
     dtype: Any,
-    overlap: bool = False,
 ) -> list[Part]:
     """Divides a psum of arrays of one dtype into operations.
 
@@ -136,7 +130,7 @@ def operations(
     dtype = np.dtype(dtype)
     # In a kernel's buffer each array starts a new pack.
     packs = [-(-math.prod(shape) * dtype.itemsize // definitions.PACK_BYTES) for shape in shapes]
-    choose_by_bytes = collective.chooser("psum", mesh, axes, dtype, overlap)
+    choose_by_bytes = collective.chooser("psum", mesh, axes, dtype)
 
     def choose(chosen: Sequence[int]) -> select.Selection:
         count = sum(packs[i] for i in chosen)
@@ -183,7 +177,7 @@ def _decide(site: LoweringSite, avals: Sequence[Any], params: PsumParams) -> Dec
     else:
         assert site.mesh is not None  # or there would be a reason
         shapes = [x.shape for x in avals]
-        parts = operations(site.mesh, params.axes, shapes, avals[0].dtype, params.overlap)
+        parts = operations(site.mesh, params.axes, shapes, avals[0].dtype)
 
     def lower(ctx: Any, *xs: Any) -> list[Any]:
         results = list(xs)  # an empty array is its own sum

@@ -24,7 +24,6 @@ def psum_scatter(
     scatter_dimension: int = 0,
     axis_index_groups: Sequence[Sequence[int]] | None = None,
     tiled: bool = False,
-    overlap: bool = False,
 ) -> PyTree:
     """Sums over mapped axes and keeps a part; takes the place of ``jax.lax.psum_scatter``.
 
@@ -45,7 +44,6 @@ def psum_scatter(
         axis_index_groups: as in ``jax.lax.psum_scatter``; not accelerated.
         tiled: whether to keep the dimension, shorter by a factor of the number of ranks, instead
             of dropping it.
-        overlap: whether XLA may run it beside work that does not need it, as for ``psum``.
 
     Returns:
         This rank's parts of the sums, with the dtypes of `x`.
@@ -82,9 +80,7 @@ def psum_scatter(
         reason = collective.reason_of_dimension(
             "scatter_dimension", scatter_dimension, leaf.ndim, 0, last
         ) or collective.reason_of_length(leaf, scatter_dimension, size, tiled)
-        return reason or PsumScatterParams(
-            axes, scatter_dimension, bool(tiled), size, overlap=bool(overlap)
-        )
+        return reason or PsumScatterParams(axes, scatter_dimension, bool(tiled), size)
 
     reason = fallback.reason_of_axes(axes, axis_index_groups)
     return collective.of_each_array(psum_scatter_p, x, axes, reason, by_lax, params_of)
@@ -118,10 +114,7 @@ collective.register(
     divide=_divide,
     transposed=lambda params: (
         all_gather_p,
-        AllGatherParams(
-            *(params.axes, params.dimension, params.tiled, params.world_size),
-            overlap=params.overlap,
-        ),
+        AllGatherParams(params.axes, params.dimension, params.tiled, params.world_size),
     ),
     batched=_batched,
     hidden_dim=0,

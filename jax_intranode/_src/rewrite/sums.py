@@ -9,7 +9,6 @@ depends on it, and when it would become too large for one operation.
 """
 
 import bisect
-import dataclasses
 from collections.abc import Collection, Sequence
 from functools import cached_property
 from typing import Any
@@ -23,11 +22,10 @@ from jax_intranode._src.rewrite import collectives
 from jax_intranode._src.rewrite.body import Body
 from jax_intranode._src.rewrite.collectives import Choice
 from jax_intranode._src.rewrite.waiting import Waiting
-from jax_intranode._src.selection import config
 
 # Collectives of more bytes than this stay lax's if there are matmuls after them that need not wait
-# for them: XLA runs its own collectives next to these, and ours only before or after them. Not
-# measured: at 1 MB an all-reduce of lax takes 9 us between two H200s, and one of ours 6.
+# for them: XLA runs its own collectives next to these, and ours only before or after them.
+# Between two H100 this makes up for the slower all-reduce (docs/measurements/experiments.md).
 OVERLAPPED_BYTES = 1 << 20
 
 _HEAVY = frozenset({"dot_general", "conv_general_dilated", "ragged_dot_general", "scan", "while"})
@@ -42,11 +40,6 @@ def issue(equations: Sequence[Any], choices: dict[int, Choice], body: Body) -> l
         if choice is None:
             walk.emit(equation)
         elif overlap.has_matmul(position, position + 1):
-            if config.get().async_:
-                params = dataclasses.replace(choice.params, overlap=True)
-                beside = dataclasses.replace(choice, params=params)
-                walk.emit(collectives.replace(equation, beside, body))
-                continue
             body.leave(equation, "XLA can overlap it with the matmuls after it")
             walk.emit(equation)
         elif choice.primitive is not psum_p:

@@ -172,15 +172,6 @@ class Config:
         "where a row of the table says that it is faster",
         _one_of(*FUSE_NORMS),
     )
-    async_: bool = _variable(
-        False,
-        "`0`, `1`",
-        "`0`",
-        "`1`: in a `shard_map` of an unedited program, large collectives with matmuls after them, "
-        "which otherwise stay `jax.lax`'s, run [beside these](how_it_works.md#beside-other-work). "
-        "Those of auto-sharded programs stay XLA's",
-        _is_set,
-    )
     strict: bool = _variable(
         False,
         "`0`, `1`",

@@ -34,10 +34,6 @@ UNSUPPORTED = "unsupported"  # this package has no algorithm for it
 REFUSED = "refused"  # an algorithm was wanted and could not be used
 
 
-# The most blocks of an operation that runs beside other work. They wait for peers, and must leave
-# room for what they run beside. As many as NCCL's kernels have; not measured between two GPUs.
-BLOCKS_BESIDE = 32
-
 # The SMs of an H100 or H200. A constant, because all ranks must launch alike.
 SMS = 132
 # The threads for whose registers an SM has room, if each has as many as the compiler may give it: a
@@ -67,7 +63,6 @@ class Selection:
         cause: if lax runs it: NOT_FASTER, UNSUPPORTED or REFUSED.
         segments: into how many the operation is cut.
         measured: whether it is known to be faster than lax.
-        beside: whether it runs beside other work, on another stream.
     """
 
     algorithm: str
@@ -78,16 +73,6 @@ class Selection:
     cause: str = REFUSED
     segments: int = 1
     measured: bool = True
-    beside: bool = False
-
-    def beside_other_work(self) -> "Selection":
-        """The same on another stream, with few blocks: the others are for the work beside it."""
-        return dataclasses.replace(
-            self,
-            blocks=min(self.blocks, BLOCKS_BESIDE),
-            beside=True,
-            reason=f"{self.reason}, beside other work",
-        )
 
 
 def unsupported_dtype(operation: str, dtype: str) -> str | None:

@@ -71,11 +71,6 @@ COMMANDS = (
         needs_package=False,
     ),
     Command(
-        "topology",
-        "print or draw which GPUs are linked by NVLink",
-        "jax_intranode._src.command_line.topology",
-    ),
-    Command(
         "run",
         "run a script or a module with its collectives accelerated",
         "jax_intranode._src.command_line.run",

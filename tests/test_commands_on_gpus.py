@@ -1,4 +1,4 @@
-"""What `info`, `doctor` and `topology` say of a node with GPUs, by a stand-in for NVML."""
+"""What `info` and `doctor` say of a node with GPUs, by a stand-in for NVML."""
 
 import json
 import sys

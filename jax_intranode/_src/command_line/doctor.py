@@ -149,7 +149,7 @@ def _links(found: dict[str, Any]) -> Finding:
     if missing:
         remedy = (
             "a mesh with such a pair falls back to jax.lax: make meshes of linked GPUs only "
-            "(`python -m jax_intranode topology` shows them)"
+            "(`python -m jax_intranode info` shows them)"
         )
         return WARNING, f"not linked: {', '.join(missing)}", remedy
     fewest = min(links[i][j] for i in range(len(links)) for j in range(i))

@@ -91,11 +91,6 @@ def steps(out: Path, devices: int, cpu: bool) -> list[tuple[str, str, int, str, 
         bench("decode", f"norms_{rows}", 60, f"norms_{rows}", "JAX_INTRANODE_FUSE_NORMS=always")
     for batch in (1, 16):
         bench("decode", f"decode_8b_{batch}", 120, f"decode_8b_{batch}")
-        name = f"decode_8b_{batch}_torch{suffix}"
-        model = f"--size {'tiny' if cpu else '8B --layers 8'} --batch {batch}"
-        torchrun = f"{PYTHON} torch.distributed.run --nproc-per-node={devices}"
-        peer = f"{torchrun} {ROOT}/tools/decode_in_torch.py"
-        add("decode", name, 180, f"{peer} {model} --json {out}/{name}.json")
     for name in ("decode_scanned", "decode_unrolled", "transformer", "mlp_block", "train_step"):
         bench("matmuls", name, 110, name)
     # In two commands, because starting processes and JAX takes as long as a program.

@@ -97,11 +97,6 @@ COMMANDS = (
         "draw JSON files of bench into one PNG (in the source tree)",
         "bench_plots.command",
     ),
-    Command(
-        "soak",
-        "run random programs and compare every result",
-        "jax_intranode._src.command_line.soak.command",
-    ),
 )
 
 

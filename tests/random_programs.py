@@ -1,4 +1,4 @@
-"""Chains of random calls (`soak.calls`), each of which reads the result of the one before."""
+"""Chains of random calls (`stress/calls.py`), each of which reads the result of the one before."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -22,10 +22,10 @@ from cases import (
     x64,
 )
 from jax.sharding import Mesh
+from stress import calls as stress_calls
+from stress.calls import Call, Seeded, random_call, random_carries
 
 import jax_intranode
-from jax_intranode._src.command_line.soak import calls as soak_calls
-from jax_intranode._src.command_line.soak.calls import Call, Seeded, random_call, random_carries
 
 # So few elements that all operations are ours on CPU devices.
 FEW = {"psum": 1500, "psum_scatter": 120, "all_gather": 120, "all_to_all": 60}
@@ -38,11 +38,11 @@ def random_calls(seed: int, count: int, mesh: Mesh) -> list[Call]:
 
 def chain(calls: Sequence[Call], mesh: Mesh) -> Any:
     """The function from all ranks' carries to the carries after each call."""
-    f = soak_calls.chain(calls, mesh)
+    f = stress_calls.chain(calls, mesh)
     return lambda carries: f(carries, 0)
 
 
-expected_of_chain = soak_calls.expected_of_chain
+expected_of_chain = stress_calls.expected_of_chain
 
 
 # Cases.

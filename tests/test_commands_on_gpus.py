@@ -99,6 +99,8 @@ def test_doctor(
 
     def run_test(name: str, platform: str, devices: int, ranks: int) -> tuple[Any, None]:
         asked.append((name, platform, ranks))
+        if name == "values_under_load":
+            return {"wrong": 0 if passes else 3, "elements": 4}, None
         if name != "operations":
             return ([] if passes else ["GPU 0 wrote 1 to GPU 1, read 0"]), None
         algorithm = "one_shot" if passes else "lax"
@@ -111,14 +113,17 @@ def test_doctor(
     assert asked == [
         ("peers", "gpu", 1),
         ("memory_of_a_process", "gpu", 2),
+        ("values_under_load", "gpu", 2),
         ("operations", "gpu", 1),
         ("operations", "gpu", 2),
     ]
     if passes:
         assert "ok       NVLink: 2 GPUs, each pair has 18 links or more" in out
         assert "ok       memory of GPU 1: " in out
+        assert "ok       values under load: 2 processes, with matmuls and late ranks" in out
         assert "Your node benefits: between 2 GPUs, psum up to 16 MB, psum_scatter up to " in out
         assert "all_gather_matmul" in out
     else:
         assert "GPU 0 wrote 1 to GPU 1, read 0" in out and "-> check the driver" in out
+        assert "values under load: 3 of 4 elements were wrong" in out
         assert "Your node benefits: not now: right, but jax.lax ran it: made up." in out

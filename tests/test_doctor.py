@@ -6,11 +6,16 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
+import jax
 import pytest
+from devices import need_devices
 from processes import python
 
+import jax_intranode
 from jax_intranode import __main__ as command_line
-from jax_intranode._src.command_line import benefits, doctor, info, machine
+from jax_intranode._src.command_line import benefits, doctor, info, machine, probe
+from jax_intranode._src.command_line.launcher import all_ranks
+from jax_intranode._src.command_line.launcher.runs import SINGLE_PROCESS, Devices
 from jax_intranode._src.selection.overlap.profiles import H200_FACTS
 
 
@@ -211,6 +216,26 @@ def test_verdict_of_a_test(
     assert check == found and says in text
 
 
+@pytest.mark.parametrize("name", ["psum", "psum_scatter", "all_gather", "all_to_all"])
+def test_values_under_load(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    need_devices(2)
+    monkeypatch.setattr(probe, "_LOAD_S", 0.1)
+    rank = all_ranks.Rank(Devices(jax.devices()[0].platform, 2, SINGLE_PROCESS), tmp_path / "none")
+    found = probe.values_under_load(rank)
+    assert found["wrong"] == 0 and found["elements"] > 0
+    right = getattr(jax_intranode, name)
+
+    def wrong(*arguments: Any, **options: Any) -> Any:
+        """The result, but for one element on one rank."""
+        y = right(*arguments, **options)
+        return y.at[(0,) * y.ndim].add((jax.lax.axis_index("x") == 1).astype(y.dtype))
+
+    monkeypatch.setattr(jax_intranode, name, wrong)
+    found = probe.values_under_load(rank)
+    compared = sum(2 * n + n // 2 + n * 2 for n in probe._SIZES) * 2  # on two ranks, in a step
+    assert found["wrong"] == found["elements"] // compared * len(probe._SIZES) > 0
+
+
 # The command.
 
 
@@ -220,7 +245,8 @@ def no_processes(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     result = outcome()
 
     def run_test(name: str, *_: Any) -> tuple[Any, None]:
-        return result if name == "operations" else [], None
+        made_up = {"operations": result, "values_under_load": {"wrong": 0, "elements": 4}}
+        return made_up.get(name, []), None
 
     monkeypatch.setattr(doctor, "_run_test", run_test)
     monkeypatch.setattr(doctor, "_usable_gpus", lambda found: 0)
@@ -255,6 +281,7 @@ def test_on_this_machine(tmp_path: Path) -> None:
     found = json.loads(done.stdout)
     checks = {check["name"]: check["verdict"] for check in found["checks"]}
     assert checks["memory of another process"] == "ok"
+    assert checks["values under load"] == "ok"
     assert checks["one process with two CPU devices"] == "ok"
     assert checks["two processes, two CPU devices"] == "ok"
 

@@ -18,7 +18,6 @@ from jax_intranode._src.command_line import source_tree
         ("bench mlp_block", "bench_programs"),
         ("demo --platform cpu --png x.png", "bench_plots"),
         ("plot rows.json -o x.png", "bench_plots"),
-        ("soak --faults --platform cpu", "soak_faults"),
     ],
 )
 def test_without_the_source_tree(

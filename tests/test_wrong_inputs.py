@@ -159,11 +159,6 @@ COMMANDS: dict[str, tuple[str, str, str]] = {
     "launch --restarts -1 train.py": ("--restarts", "'-1'", "use an integer of at least 0"),
     "launch -n 2 --platform cpu run --steps 3 text": ("--steps", "'3'", "integer of at least 9"),
     "launch -n 2 --platform cpu run --fast text": ("unrecognized arguments", "--fast", "--help"),
-    "soak --program 3 --platform cpu": ("--program", "", "--seed"),
-    "soak --minutes 0 --platform cpu": ("--minutes", "0", "use a positive number"),
-    "soak --devices 9 --platform cpu": ("9 devices", "", "use 2 to 8"),
-    "soak --faults --platform cpu --case psum:inside": ("soak", "'psum:inside'", "one is psum:"),
-    "soak --minutes soon": ("--minutes", "'soon'", "--help"),
 }
 
 

@@ -56,9 +56,9 @@ def steps(out: Path, devices: int, cpu: bool) -> list[tuple[str, str, int, str, 
     names = ("psum", "contract", "life_cycle", "explain", "collective_matmul", "overlap")
     for file in [*of_ranks, *(ROOT / "tests" / f"test_{name}.py" for name in names)]:
         add("tests", file.stem, 300, f"{TEST} {file}", required)
-    soak = f"{PYTHON} jax_intranode soak {on} --json {out}"
-    add("tests", "soak", 200, f"{soak}/soak.json --minutes {0.2 if cpu else 2}")
-    add("tests", "faults", 200, f"{soak}/faults.json --faults --cases {2 if cpu else 12}")
+    stress = f"{sys.executable} {ROOT}/tests/stress/run.py {on} --json {out}"
+    add("tests", "stress", 200, f"{stress}/stress.json --minutes {0.2 if cpu else 2}")
+    add("tests", "faults", 200, f"{stress}/faults.json --faults --cases {2 if cpu else 12}")
     # With their defaults, in one process and, where they say so, in a process per GPU.
     launch = f"{PYTHON} jax_intranode launch {f'-n {devices} ' if cpu else ''}"
     for file in sorted((ROOT / "examples").rglob("*.py")):
@@ -71,6 +71,7 @@ def steps(out: Path, devices: int, cpu: bool) -> list[tuple[str, str, int, str, 
         add("probe", probe, 300, f"{NVCC} -o {out}/{probe} {' '.join(files)}")
         for ranks in (2, 3, 4, 8):
             add("probe", f"{probe}_{ranks}", 120, f"{out}/{probe} {ranks} check")
+    add("probe", "collectives_probe_mesh", 120, f"{out}/collectives_probe 8 check-mesh")
     # Kernels get slower, so peers wait longer. JAX's memory pool would hide overruns.
     slow = f"{required} JAX_INTRANODE_TIMEOUT_S=900 XLA_PYTHON_CLIENT_ALLOCATOR=platform"
     test = f"{TEST} -o timeout=1800 {ROOT}/tests/test_psum.py -k every_world_size"
@@ -111,7 +112,7 @@ def steps(out: Path, devices: int, cpu: bool) -> list[tuple[str, str, int, str, 
 def run(step: tuple[str, str, int, str, str], out: Path, cpu: bool) -> dict:
     """Runs a step; returns its line."""
     group, name, limit_s, command, variables = step
-    # Where `bench` and `soak` find what an installed package lacks.
+    # Where `bench` finds what an installed package lacks.
     tools = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), str(ROOT / "tools")]))
     env = os.environ | {"PYTHONPATH": tools} | ({"JAX_PLATFORMS": "cpu"} if cpu else {})
     env |= dict(variable.split("=", 1) for variable in variables.split())

@@ -1,4 +1,4 @@
-"""Faults of processes: what `soak --faults` starts, and how it judges what it sees.
+"""Faults of processes: what `tests/stress/run.py --faults` starts, and how it judges what it sees.
 
 The full tier runs more cases, `tools/full_checks faults` runs 300, and `tools/gpu_checks.py OUT
 faults` runs 10 on GPUs.
@@ -9,9 +9,9 @@ from typing import Any
 import jax
 import pytest
 from devices import need_devices
-from soak_faults import job, matrix, verdict
-from soak_faults.job import Process, Seen
-from soak_faults.matrix import Case
+from stress.faults import job, matrix, verdict
+from stress.faults.job import Process, Seen
+from stress.faults.matrix import Case
 from tiers import full
 
 # On machines that run other tests at the same time.

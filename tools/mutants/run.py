@@ -13,9 +13,9 @@ NAME: an area (a file beside this one), or a fault of it, as AREA.FAULT; by defa
     file = "psum.py"               the end of the file's path, if the text is in several files
     tests = "tests/test_x.py -k y" pytest's arguments for the tests that should find it
 
-The text must be in the product exactly once, so a fault survives that its code moves. Code that
-changes takes its faults along: change the text, and keep what is wrong. The tests must pass without
-a fault. Exits with 1 if a fault is not found, or can't be tried.
+The text must be in the product or in tests/stress exactly once, so a fault survives that its code
+moves. Code that changes takes its faults along: change the text, and keep what is wrong. The tests
+must pass without a fault. Exits with 1 if a fault is not found, or can't be tried.
 
 The copies have native modules of their own, built by CMake and Ninja without scikit-build-core: the
 environment needs cmake, ninja, nanobind, jax and what the tests need. A fault of C++ that only
@@ -39,6 +39,7 @@ from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
+FOLDERS = ("jax_intranode", "xla_ffi", "tests/stress")
 NATIVE = (".h", ".cc", ".cu", ".cuh")
 LEFT_OUT = shutil.ignore_patterns(".git", "build", "*.so", "*.pyi", "__pycache__", ".*_cache")
 PYTEST = "-m pytest -q -x --tb=no --no-header -p no:cacheprovider -n 0"
@@ -70,7 +71,7 @@ class Fault:
 
 def read(names: list[str]) -> tuple[list[Fault], list[str]]:
     """The faults with these names, and what is wrong with the list."""
-    files = [p for folder in ("jax_intranode", "xla_ffi") for p in (ROOT / folder).rglob("*")]
+    files = [p for folder in FOLDERS for p in (ROOT / folder).rglob("*")]
     product = {p.relative_to(ROOT): p.read_text() for p in files if p.suffix in (".py", *NATIVE)}
     faults, errors = [], []
     for path in sorted(HERE.glob("*.toml")):

@@ -1,5 +1,5 @@
 """The command line: `python -m jax_intranode`.
 
-Each file is a command, or what several commands use. Larger ones are packages: bench, tune, soak,
-and launcher, by which `launch` and other commands start processes.
+Each file is a command, or what several commands use. Larger ones are packages: bench, tune, and
+launcher, by which `launch` and other commands start processes.
 """

@@ -242,9 +242,10 @@ def _memory_of(number: int, gpu: dict[str, Any]) -> Check:
 
 
 def _tests(found: dict[str, Any]) -> Iterator[Check]:
-    names = ("peer write and read", "memory of another process", "one process", "two processes")
+    names = ("peer write and read", "memory of another process", "values under load")
+    both_modes = ("one process", "two processes")
     if jax_intranode._import_error is not None:
-        for name in names:
+        for name in (*names, *both_modes):
             yield Check(name, SKIPPED, "the package cannot be imported")
         return
     count = _usable_gpus(found)
@@ -261,6 +262,7 @@ def _tests(found: dict[str, Any]) -> Iterator[Check]:
         yield Check(names[0], SKIPPED, _too_few(found["gpus"]))
     what = {"gpu": "CUDA IPC", "cpu": "POSIX shared memory"}[platform]
     yield _probe(names[1], what, remedy, "memory_of_a_process", platform, 2, 2)
+    yield _values(names[2], platform, min(count, 8) if platform == "gpu" else 2)
     devices = {"gpu": "two GPUs", "cpu": "two CPU devices"}[platform]
     yield _self_test(f"one process with {devices}", platform, 1)
     yield _self_test(f"two processes, {devices}", platform, 2)
@@ -281,6 +283,17 @@ def _probe(
     if failures:
         return Check(name, FAILS, f"{what}: {'; '.join(failures[:3])}", remedy)
     return Check(name, OK, f"{what}: the written data can be read")
+
+
+def _values(name: str, platform: str, ranks: int) -> Check:
+    result, problem = _run_test("values_under_load", platform, ranks, ranks)
+    if not problem and result["wrong"]:
+        problem = f"{result['wrong']} of {result['elements']} elements were wrong"
+    if problem:
+        remedy = f"test the hardware and {machine.SHARED_MEMORY}; report this with `info`'s output"
+        return Check(name, FAILS, problem, remedy)
+    what = f"{ranks} processes, with matmuls and late ranks"
+    return Check(name, OK, f"{what}: {result['elements']:.1e} elements, all right")
 
 
 def _self_test(name: str, platform: str, ranks: int) -> Check:

@@ -56,27 +56,22 @@ def chosen_platform(asked: str) -> str:
     return "gpu" if os.environ.get("JAX_PLATFORMS") != "cpu" and visible_gpus() else "cpu"
 
 
-def platform_and_devices(
-    arguments: argparse.Namespace, *, of_cpu: int = 2, fewest: int = 1, shares: bool = False
-) -> tuple[str, int]:
+def platform_and_devices(arguments: argparse.Namespace, *, fewest: int = 1) -> tuple[str, int]:
     """Returns the platform and the number of devices that --platform and --devices ask for.
 
     Args:
-        of_cpu: the number of CPU devices, if no number was asked for; of GPUs it is that of all.
         fewest: the least number of devices.
-        shares: whether any number of processes may share a single GPU.
 
     Raises:
         WrongInput: there are not as many.
     """
     gpus, platform = visible_gpus(), chosen_platform(arguments.platform)
     if platform == "cpu":
-        return platform, arguments.devices or of_cpu
+        return platform, arguments.devices or 2
     if not gpus:
         raise WrongInput(f"--platform gpu: {NO_GPUS}")
-    shares = shares and gpus == 1
-    devices = arguments.devices or (fewest if shares else gpus)
-    if devices > gpus and not shares:
+    devices = arguments.devices or gpus
+    if devices > gpus:
         raise WrongInput(
             f"this node has {gpus} visible GPUs, not {devices}: choose --devices {gpus} or less"
         )

@@ -1,10 +1,14 @@
 """The tests of `doctor` in processes of their own: memory of peers, and operations."""
 
+import random
+import time
 from itertools import permutations
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -18,6 +22,10 @@ from jax_intranode._src.native import extension
 _BYTES = 1 << 16
 _WORD = 0x600DCAFE
 _ELEMENTS = 256  # of float32 on each device: the size at which every table has a row
+# Of the check under load: its time, calls of the program at once, steps of the program, elements
+# of float32 on each device, and rows of the matrix that is multiplied meanwhile.
+_LOAD_S, _CALLS, _STEPS = 2.0, 5, 20
+_SIZES, _ROWS = (840, 840 * 16), 256
 
 
 def peers(rank: Rank) -> list[str]:
@@ -91,4 +99,60 @@ def operations(rank: Rank) -> dict[str, Any]:
         "algorithm": psum.algorithm,
         "reason": psum.reason,
         "operations": jax_intranode.usage_counter(),
+    }
+
+
+def values_under_load(rank: Rank) -> dict[str, int]:
+    """Compares every result of collectives while matmuls run and ranks come late.
+
+    Operands are small integers, which have one sum in any order. They depend on rank, step and
+    call, so that an old value is a wrong one.
+
+    Returns:
+        The numbers of wrong results ("wrong") and of all results ("elements") on all ranks.
+    """
+    mesh, size = rank.mesh(), rank.devices.size
+
+    def step(k: Any, state: tuple[Any, Any, Any]) -> tuple[Any, Any, Any]:
+        call, w, wrong = state
+        for elements in _SIZES:
+            numbers = jnp.arange(size * elements).reshape(size, elements) * 7919
+            xs = ((numbers + call * 37 + k) % 1013).astype(jnp.float32)  # of all ranks
+            me = lax.axis_index("x")
+            total = xs.sum(0)
+            pairs = (
+                (jax_intranode.psum(xs[me], "x"), total),
+                (
+                    jax_intranode.psum_scatter(xs[me], "x", tiled=True),
+                    total.reshape(size, -1)[me],
+                ),
+                (jax_intranode.all_gather(xs[me], "x"), xs),
+                (
+                    jax_intranode.all_to_all(xs[me], "x", 0, 0, tiled=True),
+                    xs.reshape(size, size, -1)[:, me].reshape(-1),
+                ),
+            )
+            wrong += sum(jnp.sum(ours != right) for ours, right in pairs)
+            w = jnp.tanh(w @ w)
+        return call, w, wrong
+
+    def f(call: Any, w: Any) -> tuple[Any, Any]:
+        _, w, wrong = lax.fori_loop(0, _STEPS, step, (call, w, jnp.int32(0)))
+        return wrong[None], w
+
+    specs: Any = {"in_specs": (P(), P()), "out_specs": (P("x"), P())}
+    program = jax.jit(jax.shard_map(f, mesh=mesh, check_vma=False, **specs))
+    w = np.eye(_ROWS, dtype=np.float32)
+    end, calls, wrong = time.monotonic() + _LOAD_S, 0, 0
+    while not all_ranks.values(f"doctor/{calls}/over", time.monotonic() > end)[0]:
+        found = []
+        for _ in range(_CALLS):
+            time.sleep(random.uniform(0, 0.005))
+            calls += 1
+            found.append(program(np.int32(calls), w)[0])
+        wrong += sum(int(shard.data[0]) for of in found for shard in of.addressable_shards)
+    elements = sum(2 * n + n // size + n * size for n in _SIZES)
+    return {
+        "wrong": all_ranks.total("doctor/wrong", wrong),
+        "elements": calls * _STEPS * size * elements,
     }

@@ -1,4 +1,4 @@
-"""The command `soak`: the parent process, which starts the ranks and shows their progress."""
+"""Runs random programs, or jobs in which one process fails, and shows their progress."""
 
 import argparse
 import json
@@ -6,13 +6,21 @@ import os
 import random
 import signal
 import sys
+import textwrap
 import time
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
-from jax_intranode._src.command_line import machine, options, source_tree
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import stress
+from jax_intranode._src.command_line import machine, options
 from jax_intranode._src.command_line.launcher import runs
-from jax_intranode._src.command_line.options import WrongInput
-from jax_intranode._src.command_line.soak import rank
+from jax_intranode._src.command_line.options import Failed, WrongInput
+from stress import chains
+from stress.faults import cases
 
 DESCRIPTION = (
     "Runs random programs and compares every result with jax.lax, or with sums in rank order where "
@@ -22,12 +30,12 @@ DESCRIPTION = (
     "it must be."
 )
 EXAMPLES = """\
-python -m jax_intranode soak                               one minute, half of it in each mode
-python -m jax_intranode soak --minutes 30 --json soak.json
-python -m jax_intranode soak --platform cpu --devices 8 --mode single-process
-python -m jax_intranode soak --seed 7 --program 123        that program only
-python -m jax_intranode soak --faults --cases 50           50 jobs in which a process fails
-python -m jax_intranode soak --faults --case psum:inside:kill:1of2"""
+python tests/stress/run.py                               one minute, half of it in each mode
+python tests/stress/run.py --minutes 30 --json counts.json
+python tests/stress/run.py --platform cpu --devices 8 --mode single-process
+python tests/stress/run.py --seed 7 --program 123        that program only
+python tests/stress/run.py --faults --cases 50           50 jobs in which a process fails
+python tests/stress/run.py --faults --case psum:inside:kill:1of2"""
 
 # How often a line of progress is printed where the output is not a terminal.
 _LINES_S = 30
@@ -35,7 +43,13 @@ _LINES_S = 30
 _SLACK_S = 600
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def _parser() -> argparse.ArgumentParser:
+    parser = options.Parser(
+        prog="python tests/stress/run.py",
+        description=textwrap.fill(DESCRIPTION, 80),
+        epilog="examples:\n" + textwrap.indent(EXAMPLES, "  "),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     add = parser.add_argument
     minutes = options.positive_number()
     add("--minutes", type=minutes, default=1, help="how long to run, in all (default 1)")
@@ -45,7 +59,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     options.add_platform(parser)
     options.add_mode(parser)
     add("--json", type=options.new_file, metavar="FILE", help="write the counts to FILE")
-    add("--faults", action="store_true", help="let processes fail; needs the source tree")
+    add("--faults", action="store_true", help="let processes fail")
     text = "how many faults (default 300)"
     add("--cases", type=options.integer_from(1), default=300, metavar="COUNT", help=text)
     add("--case", metavar="CASE[,CASE...]", help="run only these faults, as --faults prints them")
@@ -53,6 +67,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--jobs", type=options.integer_from(1), default=1, metavar="COUNT", help=text)
     text = "multiplies the time limits of --faults, for a machine that is busy (default 1)"
     add("--slack", type=options.positive_number(), default=1, metavar="FACTOR", help=text)
+    return parser
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -61,15 +76,14 @@ def run(arguments: argparse.Namespace) -> int:
     Returns:
         The exit code: 0 if all values were right, 1 if one was wrong or a rank failed.
     """
-    platform, devices = machine.platform_and_devices(arguments, of_cpu=4, fewest=2, shares=True)
+    platform, devices = _platform_and_devices(arguments)
     if not 2 <= devices <= 8:
         raise WrongInput(f"{devices} devices: use 2 to 8")
     if arguments.program is not None and arguments.seed is None:
         raise WrongInput("--program needs the --seed of the run that it was part of")
     signal.signal(signal.SIGTERM, runs.end_by_exit)
     if arguments.faults:
-        faults = source_tree.load("soak_faults.command", "--faults")
-        return int(faults.run(arguments, platform, devices))
+        return cases.run(arguments, platform, devices)
     seed = random.randrange(10**6) if arguments.seed is None else arguments.seed
     modes = tuple(reversed(runs.MODES)) if arguments.mode == "both" else (arguments.mode,)
     if platform == "gpu" and machine.has_one_gpu():
@@ -77,7 +91,7 @@ def run(arguments: argparse.Namespace) -> int:
             raise WrongInput(f"--mode {arguments.mode}: this needs 2 GPUs, and there is 1 here")
         modes = (runs.PROCESS_PER_DEVICE,)
     seconds = arguments.minutes * 60 / len(modes)
-    print(f"# soak of {devices} x {platform}, --seed {seed}", flush=True)
+    print(f"# random programs on {devices} x {platform}, --seed {seed}", flush=True)
     results = []
     for mode in modes:
         of_mode = _Run(runs.Devices(platform, devices, mode), seed, seconds, arguments.program)
@@ -90,18 +104,26 @@ def run(arguments: argparse.Namespace) -> int:
     return 1 if wrong else 0
 
 
+def _platform_and_devices(arguments: argparse.Namespace) -> tuple[str, int]:
+    if machine.chosen_platform(arguments.platform) == "gpu" and machine.has_one_gpu():
+        return "gpu", arguments.devices or 2  # which share it
+    platform, devices = machine.platform_and_devices(arguments, fewest=2)
+    return platform, 4 if platform == "cpu" and arguments.devices is None else devices
+
+
 class _Run(runs.ProgressLine):
     """The run of one mode, and its progress."""
 
     def __init__(self, job: runs.Devices, seed: int, seconds: float, program: int | None) -> None:
         super().__init__(sys.stderr, 0)
         self._job, self._seed, self._seconds, self._program = job, seed, seconds, program
-        self._heard: dict[str, Any] = {"begun": "no program yet", "counts": rank.no_counts()}
+        self._heard: dict[str, Any] = {"begun": "no program yet", "counts": chains.no_counts()}
         self._shown = self.started
 
     def run(self) -> dict[str, Any]:
         """Runs the ranks; returns the last counts, and as "error" what a rank has printed."""
         variables = {
+            **stress.importable(),
             # A rank that hangs ends with a message, and soon.
             "JAX_INTRANODE_TIMEOUT_S": os.environ.get("JAX_INTRANODE_TIMEOUT_S", "120"),
             # XLA would leave out roundings between operations that it fuses.
@@ -110,7 +132,7 @@ class _Run(runs.ProgressLine):
         error = None
         try:
             runs.run_function(
-                "jax_intranode._src.command_line.soak.rank:run",
+                "stress.chains:run",
                 {"seed": self._seed, "seconds": self._seconds, "program": self._program},
                 self._job,
                 timeout_s=self._seconds + _SLACK_S,
@@ -135,7 +157,7 @@ class _Run(runs.ProgressLine):
         platform, devices, mode = self._job
         number = self._program if self._program is not None else program
         return (
-            f"  again: python -m jax_intranode soak --platform {platform} --devices {devices} "
+            f"  again: python tests/stress/run.py --platform {platform} --devices {devices} "
             f"--mode {mode} --seed {self._seed} --program {number}"
         )
 
@@ -157,3 +179,16 @@ class _Run(runs.ProgressLine):
         if not sys.stderr.isatty() and time.monotonic() - self._shown > _LINES_S:
             self._shown = time.monotonic()
             print(self.text(), flush=True)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Returns the exit code: 0, or 1 if something was wrong, or 2 for wrong arguments."""
+    try:
+        return run(_parser().parse_args(argv))
+    except (Failed, WrongInput) as error:
+        sys.stderr.write(f"run.py: {error}\n")
+        return 2 if isinstance(error, WrongInput) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

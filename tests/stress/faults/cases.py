@@ -13,8 +13,8 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from typing import Any
 
 from jax_intranode._src.command_line.options import WrongInput
-from soak_faults import job, matrix, verdict
-from soak_faults.matrix import Case
+from stress.faults import job, matrix, verdict
+from stress.faults.matrix import Case
 
 _LOG_TAIL_CHARS = 2500
 
@@ -23,7 +23,7 @@ def run(arguments: argparse.Namespace, platform: str, devices: int) -> int:
     """Runs cases.
 
     Args:
-        arguments: those of the command `soak`.
+        arguments: those of run.py.
         platform: "cpu" or "gpu".
         devices: the largest number of processes.
 
@@ -129,7 +129,7 @@ def _first_errors(process: job.Process) -> list[dict[str, Any]]:
 def _describe(case: Case, platform: str, seen: Any, found: Sequence[str]) -> None:
     print(
         "\n".join(f"  {text}" for text in found)
-        + f"\n  again: python -m jax_intranode soak --faults --platform {platform} --case {case}"
+        + f"\n  again: python tests/stress/run.py --faults --platform {platform} --case {case}"
     )
     for rank, process in enumerate(seen.processes):
         tail = process.log[-_LOG_TAIL_CHARS:].rstrip().replace("\n", "\n    | ")

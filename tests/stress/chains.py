@@ -17,9 +17,9 @@ from jax.sharding import AxisType, Mesh
 import jax_intranode
 from jax_intranode._src.command_line.launcher import all_ranks
 from jax_intranode._src.command_line.launcher.all_ranks import Rank
-from jax_intranode._src.command_line.soak import calls
-from jax_intranode._src.command_line.soak.calls import Call, Seeded
 from jax_intranode._src.selection import config
+from stress import calls
+from stress.calls import Call, Seeded
 
 # A life: this many programs between two calls of shutdown(). They share a few meshes, because the
 # slab has room for eight partitions of a set of devices.
@@ -146,7 +146,7 @@ def run(rank: Rank, seed: int, seconds: float, program: int | None = None) -> di
     while True:
         # Rank 0 decides for all: clocks differ.
         over = time.monotonic() >= end or (program is not None and counts["programs"] > 0)
-        name = f"soak/{number}"
+        name = f"chains/{number}"
         if all_ranks.values(f"{name}/over", float(over))[0]:
             return counts
         made = make(seed, number, rank.devices.size, rank.devices.platform)

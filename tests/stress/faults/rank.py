@@ -27,9 +27,9 @@ from jax_intranode._src.command_line.launcher import rank as launched
 from jax_intranode._src.group import key_value_store, rendezvous
 from jax_intranode._src.jax_private import distributed
 from jax_intranode._src.selection.overlap import choice
-from soak_faults import matrix
-from soak_faults.matrix import Case
-from soak_faults.operations import OPERATIONS, data
+from stress.faults import matrix
+from stress.faults.matrix import Case
+from stress.faults.operations import OPERATIONS, data
 
 # Runs before the job ends. The fourth may be the victim's last one.
 _RUNS = 5
@@ -205,9 +205,9 @@ class Rank:
         """Waits until all processes have come to this stage."""
         client = distributed.key_value_client()
         assert client is not None
-        client.key_value_set(f"soak/{stage}/{self._rank}", "here")
+        client.key_value_set(f"faults/{stage}/{self._rank}", "here")
         for rank in range(self._case.world):
-            client.blocking_key_value_get(f"soak/{stage}/{rank}", 60_000)
+            client.blocking_key_value_get(f"faults/{stage}/{rank}", 60_000)
 
     # What a victim does.
 

@@ -2,8 +2,8 @@
 
 import re
 
-from soak_faults.job import TIMEOUT_S, Process, Seen
-from soak_faults.matrix import Case
+from stress.faults.job import TIMEOUT_S, Process, Seen
+from stress.faults.matrix import Case
 
 # From the end of a process to the failure of the others.
 _DEAD_S = 1.0

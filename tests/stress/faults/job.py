@@ -11,13 +11,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import stress
 from jax_intranode._src.command_line import machine
 from jax_intranode._src.command_line.launcher.job import Job, Streams
 from jax_intranode._src.command_line.launcher.own_files import private_directory
 from jax_intranode._src.command_line.launcher.rank import rank_env, sharing_env
 from jax_intranode._src.command_line.launcher.service import coordination_service
 from jax_intranode._src.native import extension
-from soak_faults.matrix import Case
+from stress.faults.matrix import Case
 
 # JAX_INTRANODE_TIMEOUT_S of the processes, and where the victim comes late.
 TIMEOUT_S = 4.0
@@ -80,7 +81,7 @@ def run(case: Case, platform: str, slack: float) -> Seen:
         # Not in a rank: JAX ends the others when it loses the service, and no error is seen.
         coordinator = stack.enter_context(coordination_service(case.world))
         logs = [stack.enter_context((directory / f"{rank}.log").open("wb")) for rank in ranks]
-        program = [sys.executable, "-P", "-m", "soak_faults.rank", str(case), platform]
+        program = [sys.executable, "-P", "-m", "stress.faults.rank", str(case), platform]
         with Job(
             [[*program, str(rank), str(directory / f"{rank}.events")] for rank in ranks],
             env=[_environment(case, platform, rank, coordinator) for rank in ranks],
@@ -98,6 +99,7 @@ def _environment(case: Case, platform: str, rank: int, coordinator: str) -> dict
         **rank_env(rank, case.world, coordinator, [rank] if platform == "gpu" else [0]),
         "JAX_INTRANODE_TIMEOUT_S": str(_LONG_TIMEOUT_S if case.fault == "late" else TIMEOUT_S),
         "JAX_ENABLE_X64": "0",
+        **stress.importable(),
     }
     if case.operation == "psum_two_shot":
         environment["JAX_INTRANODE_ALGORITHM"] = "two_shot"

@@ -1,9 +1,9 @@
-"""`soak --faults`: jobs in which one process fails, and what the others must do then.
+"""Jobs in which one process fails, and what the others must do then.
 
 matrix.py      the cases: who fails, how, when and in which operation
 operations.py  the operations, with their right results
 rank.py        the program of each process: runs an operation, or fails
 job.py         starts the processes of a case and notes what they do
 verdict.py     what must have happened
-command.py     runs the chosen cases, and prints those that failed
+cases.py       runs the chosen cases, and prints those that failed
 """

@@ -1,7 +1,11 @@
-"""The command `soak`: it finds wrong values, and programs can be run again."""
+"""Random programs (tests/stress): they find wrong values, and can be run again."""
 
+import argparse
 import dataclasses
 import json
+import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -9,17 +13,17 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
-from bench_settings import RunHere
 from devices import need_devices
+from stress import calls, chains, run
+from stress.calls import Call
 
 import jax_intranode
-from jax_intranode._src.command_line.soak import calls, rank
-from jax_intranode._src.command_line.soak.calls import Call
+from jax_intranode._src.command_line import machine
 
 
-def program(*of: Call, shape: tuple[int, ...] = (4,), unedited: bool = False) -> rank.Program:
+def program(*of: Call, shape: tuple[int, ...] = (4,), unedited: bool = False) -> chains.Program:
     order = (2, 0, 1, 3)
-    return rank.Program(0, shape, order, of, unedited, False, "auto", rounds=3, delays=True)
+    return chains.Program(0, shape, order, of, unedited, False, "auto", rounds=3, delays=True)
 
 
 # Whose sums depend on the order of the ranks, and which has what follows a wrong one, too.
@@ -72,41 +76,79 @@ def test_right_and_wrong_values(operation: str, way: str, monkeypatch: pytest.Mo
     call, matmul = OPERATIONS[operation], operation in calls.MATMULS
     call = dataclasses.replace(call, way=way, small=matmul)
     made = program(call, shape=(2, 2))
-    assert rank.run_program(made, 1)[0] == 0
+    assert chains.run_program(made, 1)[0] == 0
     right = getattr(jax_intranode, operation)
     monkeypatch.setattr(jax_intranode, operation, wrong_in_one_element(right))
-    wrong, elements, first = rank.run_program(made, 1)
+    wrong, elements, first = chains.run_program(made, 1)
     assert wrong > 0 and elements > 0 and first == 0
 
 
 def test_order_of_a_sum_is_compared(monkeypatch: pytest.MonkeyPatch) -> None:
     need_devices(4)
-    assert rank.run_program(LOOP, 1) == (0, 3 * 4 * 80, 2)
+    assert chains.run_program(LOOP, 1) == (0, 3 * 4 * 80, 2)
     in_order = calls.expected_sum
     monkeypatch.setattr(calls, "expected_sum", lambda parts: in_order(parts[::-1]))
-    wrong, _, first = rank.run_program(LOOP, 1)
+    wrong, _, first = chains.run_program(LOOP, 1)
     assert wrong > 0 and first == 0
     # Data that do not round have no order.
     small = program(*(dataclasses.replace(call, small=True) for call in LOOP.calls))
-    assert rank.run_program(small, 1)[0] == 0
+    assert chains.run_program(small, 1)[0] == 0
 
 
 def test_programs_can_be_made_again() -> None:
-    made = [rank.make(7, number, 8, "cpu") for number in range(100)]
-    assert made == [rank.make(7, number, 8, "cpu") for number in range(100)]
+    made = [chains.make(7, number, 8, "cpu") for number in range(100)]
+    assert made == [chains.make(7, number, 8, "cpu") for number in range(100)]
     assert len({str(program) for program in made}) == 100
     texts = "".join(map(str, made))
     for name in (*calls.OPERATIONS, *calls.MATMULS, *calls.WAYS, "accelerate()", "two_shot"):
         assert name in texts, name
 
 
-def test_command(tmp_path: Path, run_here: RunHere) -> None:
-    file = tmp_path / "soak.json"
-    code, out, err = run_here(
-        "soak --platform cpu --devices 2 --mode process-per-device --seed 3 --program 11 "
-        f"--json {file}"
-    )
-    assert code == 0, out + err
-    assert "1 programs" in out and "0 wrong\n# OK" in out
+# The runner.
+
+
+@pytest.fixture(autouse=True)
+def no_handlers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(signal, "signal", lambda *_: None)  # the handler would stay
+
+
+def test_runner(tmp_path: Path) -> None:
+    """As a program, in another folder: it tests the package that is installed."""
+    file = tmp_path / "counts.json"
+    options = "--platform cpu --devices 2 --mode process-per-device --seed 3 --program 11 --json"
+    command = [sys.executable, run.__file__, *options.split(), str(file)]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "1 programs" in done.stdout and "0 wrong\n# OK" in done.stdout
     (found,) = json.loads(file.read_text())["modes"]
     assert found["elements"] > 0 and found["operations"] > 0 and found["error"] is None
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ("--program 3", ("--program", "--seed")),
+        ("--minutes 0", ("--minutes", "use a positive number")),
+        ("--devices 9", ("9 devices", "use 2 to 8")),
+        ("--faults --case psum:inside", ("'psum:inside'", "one is psum:")),
+        ("--minutes soon", ("--minutes", "'soon'", "--help")),
+    ],
+)
+def test_wrong_options(
+    options: str, says: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run.main(["--platform", "cpu", *options.split()]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    (message,) = err.splitlines()
+    assert all(text in message for text in says)
+
+
+def test_processes_share_a_single_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "visible_gpus", lambda: 1)
+    asked = argparse.Namespace(platform="gpu", devices=3)
+    assert run._platform_and_devices(asked) == ("gpu", 3)
+    asked.devices = None
+    assert run._platform_and_devices(asked) == ("gpu", 2)
+    asked.platform = "cpu"
+    assert run._platform_and_devices(asked) == ("cpu", 4)

@@ -1,6 +1,6 @@
 """Random calls of the collectives, chains of them, and the bits that they must have.
 
-A seed makes the same calls on all ranks. The soak and the tests run chains: each rank has a carry
+A seed makes the same calls on all ranks. chains.py and the tests run chains: each rank has a carry
 of some words. The operand of a call is a hash of the carry, and its result is folded into the next
 one, so that a wrong bit anywhere changes what follows. NumPy computes the carries of all ranks.
 

@@ -56,7 +56,7 @@ def test_named_files_exist(page: Path) -> None:
     """Paths in code spans, but those after the word "new"."""
     folders = "xla_ffi|jax_intranode|docs|examples|tests|tools|cmake"
     if (ROOT / ".ci").exists():  # the sdist lacks these
-        folders += "|third_party|\\.ci"
+        folders += "|\\.ci"
     span = rf"(?<!new )`((?:_src|{folders})/[\w./]+)`"
     for name in re.findall(span, page.read_text()):
         path = ROOT / ("jax_intranode/" + name if name.startswith("_src") else name)

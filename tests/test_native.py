@@ -1,6 +1,6 @@
 """The C++ tests: the protocols, the CPU groups, the watch and the order of fused kernels' tiles.
 
-tests/native/tests.bzl lists them. Models run the protocols in all behaviours of few ranks
+tests/native/programs.py lists them. Models run the protocols in all behaviours of few ranks
 (tests/native/model). The full tier runs more of them. There the protocols, the CPU groups and the
 watch also run under ThreadSanitizer, AddressSanitizer and UndefinedBehaviorSanitizer.
 """
@@ -16,11 +16,10 @@ from typing import Any
 
 import jax
 import pytest
+from native import programs as listed
 
 ROOT = Path(__file__).parent.parent
 NATIVE = Path(__file__).parent / "native"
-LIST: dict[str, Any] = {}
-exec((NATIVE / "tests.bzl").read_text(), LIST)
 FLAGS = {
     "plain": [],
     "thread": ["-fsanitize=thread"],
@@ -92,7 +91,7 @@ class Programs:
             program.parent.mkdir(exist_ok=True)
             if build == "thread":
                 self._skip_unless_sanitizer_works()
-            message = self._compile(program, LIST["PROGRAMS"][name], build)
+            message = self._compile(program, listed.PROGRAMS[name], build)
             assert not message, message
         return program
 
@@ -109,8 +108,8 @@ def marks(tier: str, build: str = "plain") -> list[pytest.MarkDecorator]:
 
 
 def sound() -> Iterator[Any]:
-    for name, tiers in LIST["SOUND"].items():
-        for build in FLAGS if name in LIST["SANITIZED"] else ["plain"]:
+    for name, tiers in listed.SOUND.items():
+        for build in FLAGS if name in listed.SANITIZED else ["plain"]:
             for tier, tests in tiers.items():
                 for text in tests:
                     yield pytest.param(
@@ -125,7 +124,7 @@ def test_sound(programs: Programs, build: str, name: str, arguments: str) -> Non
     assert outcome.returncode == 0, outcome.stdout
     numbers = [int(word) for word in words if word.isdecimal()]
     checked = 12 * numbers[0] * numbers[-1] if numbers else 0  # by all ranks of a CPU group
-    expected = LIST["OUTPUT"][name].format(*(words or [""]), *[""] * 3, checked=checked)
+    expected = listed.OUTPUT[name].format(*(words or [""]), *[""] * 3, checked=checked)
     assert re.fullmatch(expected, outcome.stdout), outcome.stdout
     print(outcome.stdout.splitlines()[-1])
 
@@ -134,7 +133,7 @@ def test_sound(programs: Programs, build: str, name: str, arguments: str) -> Non
     ("name", "arguments", "ends"),
     [
         pytest.param(name, text, ends, marks=marks(tier), id=f"plain-{name}-{text}")
-        for name, text, tier, ends in LIST["BROKEN"]
+        for name, text, tier, ends in listed.BROKEN
     ],
 )
 def test_broken_is_found(programs: Programs, name: str, arguments: str, ends: str | None) -> None:
@@ -148,6 +147,6 @@ def test_broken_is_found(programs: Programs, name: str, arguments: str, ends: st
         return
     assert outcome.returncode == 1, outcome.stdout
     lines = outcome.stdout.splitlines()
-    pattern = LIST["pattern_of"](arguments, ends)
+    pattern = listed.pattern_of(arguments, ends)
     assert any(re.match(pattern, line) for line in lines) or not pattern, outcome.stdout
     assert "busy 1" not in outcome.stdout

@@ -65,7 +65,7 @@ in_the_sources = pytest.mark.skipif(not PYPROJECT.exists(), reason="the sources 
 @in_the_sources
 def test_the_version_is_in_one_place() -> None:
     version = jax_intranode.__version__
-    names = ("pyproject.toml", "CMakeLists.txt", "CITATION.cff", "MODULE.bazel", "docs/conf.py")
+    names = ("pyproject.toml", "CMakeLists.txt", "CITATION.cff", "docs/conf.py")
     files = [ROOT / name for name in names]
     assert [file.name for file in files if file.exists() and version in file.read_text()] == []
     assert re.search(rf"^## {re.escape(version)}\b", (ROOT / "CHANGELOG.md").read_text(), re.M)

@@ -1,7 +1,4 @@
-"""The native tests: the arguments that each program runs with, and how it must end.
-
-BUILD and tests/test_native.py read this file, as Starlark and as Python.
-"""
+"""The native tests (tests/test_native.py): each program's arguments, and how it must end."""
 
 # The source of each program, and what is compiled with it.
 PROGRAMS = {
@@ -92,7 +89,7 @@ OUTPUT = {
     "fused_model": _MODEL,
 }
 
-# The programs must find nothing wrong. Tiers: "quick"; "full", which Bazel runs, too; and "long".
+# The programs must find nothing wrong. Tiers: "quick"; "full"; and "long".
 SOUND = {
     "protocol_test": {
         # A wait that lasts 30 seconds is without end.
@@ -105,7 +102,13 @@ SOUND = {
             "sound 8 100 30 mesh",
             "offsets",
         ],
-        "full": ["sound 2 2000 30", "sound 3 1500 30", "sound 4 1000 30", "sound 8 400 30", "sound 4 300 30 mesh"],
+        "full": [
+            "sound 2 2000 30",
+            "sound 3 1500 30",
+            "sound 4 1000 30",
+            "sound 8 400 30",
+            "sound 4 300 30 mesh",
+        ],
     },
     # Ranks, processes, rounds.
     "host_group_test": {
@@ -290,58 +293,69 @@ _ENDS = {
 }
 
 # Program, arguments, tier, and a pattern of the output; "" for any, None for a segmentation fault.
-BROKEN = [
-    ("protocol_test", "%s %d 300 %s" % (variant, ranks, "0.3" if "waits" in ends else "10"),
-     tier, _ENDS[ends])
-    for variant, ends in _PROTOCOL
-    for ranks, tier in [(2, "quick"), (4, "full")]
-] + [
-    ("protocol_test", variant + " 8 300 0.3 mesh", tier, "")
-    for variant, tier in [("one_epoch_buffer", "quick"), ("never_armed", "full"),
-                          ("first_word_only", "full")]
-] + [
-    # A rank takes another one for its relay, to which it has no link, and so no address.
-    ("protocol_test", "wrong_relay 8 10 5 mesh", "quick", None),
-] + [
-    ("peer_test", variant + " 3 300 2", "full", "")
-    for variant in ["one_half", "never_cleared"]
-] + [
-    ("collectives_model", variant + " 2 3", "quick" if k % 3 == 0 else "full", _ENDS_WRONG)
-    for k, variant in enumerate(_COLLECTIVES)
-] + [
-    ("collectives_model", variant + " 3 3", "long", _ENDS_WRONG)
-    for variant in _COLLECTIVES
-] + [
-    ("collectives_model", variant + " 4 3 mesh", "quick", _ENDS_WRONG)
-    for variant in _CUBE_MESH
-] + [
-    ("collectives_model", "idle_epochs 2 6 mesh", "quick", _ENDS_WRONG),
-] + [
-    ("peer_model", "%s %d 3" % (variant, ranks), "full", _ENDS_WRONG)
-    for variant, worlds in _PEER_BUFFERS
-    for ranks in worlds
-] + [
-    ("log_model", "%s %d 5" % (variant, ranks), "full", _ENDS_WRONG)
-    for variant in _LOG
-    for ranks in [2, 3]
-] + [
-    ("health_model", variant + " 2 1 quick", "full", _ENDS_WRONG)
-    for variant in _HEALTH
-] + [
-    # The return of one peer clears the absence of all.
-    ("health_model", "one_bit 3 1 quick", "full", _ENDS_WRONG),
-] + [
-    ("pipeline_model", "%s %d 2" % (variant, ranks), "full", _ENDS_WRONG)
-    for variant in _PIPELINE
-    for ranks in [2, 3]
-] + [
-    ("fused_model", "%s 3 3 %s" % (variant, products), "full", _ENDS_WRONG)
-    for variant, products in _FUSED
-]
+BROKEN = (
+    [
+        (
+            "protocol_test",
+            f"{variant} {ranks} 300 {'0.3' if 'waits' in ends else '10'}",
+            tier,
+            _ENDS[ends],
+        )
+        for variant, ends in _PROTOCOL
+        for ranks, tier in [(2, "quick"), (4, "full")]
+    ]
+    + [
+        ("protocol_test", variant + " 8 300 0.3 mesh", tier, "")
+        for variant, tier in [
+            ("one_epoch_buffer", "quick"),
+            ("never_armed", "full"),
+            ("first_word_only", "full"),
+        ]
+    ]
+    + [
+        # A rank takes another one for its relay, to which it has no link, and so no address.
+        ("protocol_test", "wrong_relay 8 10 5 mesh", "quick", None),
+    ]
+    + [("peer_test", variant + " 3 300 2", "full", "") for variant in ["one_half", "never_cleared"]]
+    + [
+        ("collectives_model", variant + " 2 3", "quick" if k % 3 == 0 else "full", _ENDS_WRONG)
+        for k, variant in enumerate(_COLLECTIVES)
+    ]
+    + [("collectives_model", variant + " 3 3", "long", _ENDS_WRONG) for variant in _COLLECTIVES]
+    + [("collectives_model", variant + " 4 3 mesh", "quick", _ENDS_WRONG) for variant in _CUBE_MESH]
+    + [
+        ("collectives_model", "idle_epochs 2 6 mesh", "quick", _ENDS_WRONG),
+    ]
+    + [
+        ("peer_model", f"{variant} {ranks} 3", "full", _ENDS_WRONG)
+        for variant, worlds in _PEER_BUFFERS
+        for ranks in worlds
+    ]
+    + [
+        ("log_model", f"{variant} {ranks} 5", "full", _ENDS_WRONG)
+        for variant in _LOG
+        for ranks in [2, 3]
+    ]
+    + [("health_model", variant + " 2 1 quick", "full", _ENDS_WRONG) for variant in _HEALTH]
+    + [
+        # The return of one peer clears the absence of all.
+        ("health_model", "one_bit 3 1 quick", "full", _ENDS_WRONG),
+    ]
+    + [
+        ("pipeline_model", f"{variant} {ranks} 2", "full", _ENDS_WRONG)
+        for variant in _PIPELINE
+        for ranks in [2, 3]
+    ]
+    + [
+        ("fused_model", f"{variant} 3 3 {products}", "full", _ENDS_WRONG)
+        for variant, products in _FUSED
+    ]
+)
 
-def pattern_of(arguments, pattern):
+
+def pattern_of(arguments: str, pattern: str | None) -> str:
     """The pattern of a broken program's output, with its arguments."""
     words = arguments.split(" ")
     for k in range(3):
-        pattern = (pattern or "").replace("{%d}" % k, words[k])
-    return pattern
+        pattern = (pattern or "").replace(f"{{{k}}}", words[k])
+    return pattern or ""

@@ -63,9 +63,6 @@ SANITIZED = [
     "peer_input_fuzz",
 ]
 
-# Those that need the headers of jaxlib, which Bazel can't see.
-NEED_JAXLIB = ["failed_launch_test", "gpu_monitor_test", "handler_input_fuzz"]
-
 # What sound programs print, as patterns. {1}, {2}: their arguments; {checked}: the results of
 # ranks and rounds.
 _MODEL = "sound: ranks {1} operations {2} wrong 0 (sequences|states) .*\n"

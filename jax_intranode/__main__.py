@@ -92,11 +92,6 @@ COMMANDS = (
         "measure this node, and write a file of what is fastest on it",
         "jax_intranode._src.command_line.tune.command",
     ),
-    Command(
-        "plot",
-        "draw JSON files of bench into one PNG (in the source tree)",
-        "bench_plots.command",
-    ),
 )
 
 
@@ -160,13 +155,7 @@ def _run(argv: Sequence[str]) -> int:
             f"{type(error).__name__}: {error}\n`{PROGRAM} info` shows what is installed.\n"
         )
         return 1
-    try:
-        module = _module(command)
-    except WrongInput as error:
-        if not {"-h", "--help"} & {*options.arguments}:
-            raise
-        print(f"{PROGRAM} {command.name}: {command.help}.\n{error}.")
-        return 0
+    module = importlib.import_module(command.module)
     try:
         arguments = _command_parser(command, module).parse_args(options.arguments)
         if command.starts_ranks and rank_on_this_node() > 0:
@@ -179,14 +168,6 @@ def _run(argv: Sequence[str]) -> int:
     except Failed as error:
         sys.stderr.write(f"{error}\n")
         return 1
-
-
-def _module(command: Command) -> Any:
-    if command.module.startswith("jax_intranode."):
-        return importlib.import_module(command.module)
-    from jax_intranode._src.command_line import source_tree
-
-    return source_tree.load(command.module, command.name)
 
 
 def _shadowed() -> Path | None:
@@ -208,8 +189,6 @@ def _run_installed(installed: Path, command: Command, argv: Sequence[str]) -> No
     """Replaces this process by one that imports the installed package."""
     if command.name not in ("run", "launch"):  # these start programs that may import from here
         os.environ["PYTHONSAFEPATH"] = "1"
-        paths = filter(None, [os.environ.get("PYTHONPATH"), str(Path.cwd() / "tools")])
-        os.environ["PYTHONPATH"] = os.pathsep.join(paths)
     flags = getattr(subprocess, "_args_from_interpreter_flags")()  # noqa: B009, not in mypy's stubs
     # Not -P: `run` and `launch` would take it for the user's.
     source = (

@@ -1,5 +1,6 @@
 """Settings, arguments, a mesh and runs for the tests of commands that measure."""
 
+import importlib
 import signal
 import sys
 from collections.abc import Callable
@@ -48,16 +49,23 @@ def matmul_settings(name: str, backward: bool, **changes: Any) -> Settings:
     )
 
 
-# Runs a command line in this process: run_here(its words) -> exit code, stdout, stderr.
+# Runs a command, or tools/bench.py, in this process: run_here(its words) -> exit code, stdout,
+# stderr.
 RunHere = Callable[[str], tuple[int, str, str]]
 
 
 @pytest.fixture
 def run_here(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> RunHere:
     def run(words: str) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["python -m jax_intranode", *words.split()])
+        first, *rest = words.split()
+        program, argv = "python -m jax_intranode", [first, *rest]
+        main = command_line.main
+        if first == "tools/bench.py":
+            bench = importlib.import_module("bench")
+            program, argv, main = first, rest, bench.main
+        monkeypatch.setattr(sys, "argv", [program, *argv])
         monkeypatch.setattr(signal, "signal", lambda *_: None)  # the handler would stay
-        code = command_line.main(words.split())
+        code = main(argv)
         return code, *capfd.readouterr()
 
     return run

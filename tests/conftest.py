@@ -31,11 +31,7 @@ GROUPS = re.compile(
     r"|\[(?:persistent-cache|serialized-executable)"
 )
 
-# What commands have in the source tree only. Processes that tests start find it, too.
 sys.path.append(str(ROOT / "tools"))
-os.environ["PYTHONPATH"] = os.pathsep.join(
-    [*filter(None, [os.environ.get("PYTHONPATH")]), str(ROOT / "tools")]
-)
 
 # `python -m pytest` puts the checkout on the path. Unless native modules were built in it, the
 # tests need the installed package.

@@ -17,7 +17,6 @@ from tiers import full, quick
 import jax_intranode
 from jax_intranode import __main__ as command_line
 from jax_intranode import _host
-from jax_intranode._src.command_line import source_tree
 from jax_intranode._src.selection import config
 
 ROOT = Path(__file__).parent.parent
@@ -57,19 +56,6 @@ def test_help_of_a_command_has_an_example(
         assert line in out
 
 
-def test_help_of_a_command_of_the_source_tree(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    """Where there is no source tree."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(source_tree, "_ROOT", tmp_path)
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    code, out, err = run_main(capsys, "plot", "--help")
-    assert (code, err) == (0, "")
-    assert "plot: draw JSON files of bench" in out and "set PYTHONPATH to its folder tools" in out
-    assert run_main(capsys, "plot", "a.json")[:2] == (2, "")
-
-
 @pytest.mark.parametrize(
     ("variable", "runs"),
     [("SLURM_LOCALID", False), ("OMPI_COMM_WORLD_LOCAL_RANK", False), ("SLURM_PROCID", True)],
@@ -78,7 +64,7 @@ def test_one_process_of_a_node_runs_a_command(
     variable: str, runs: bool, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(variable, "1")
-    code, _, err = run_main(capsys, "plot", "missing.json", "-o", "x.png")
+    code, _, err = run_main(capsys, "bench", "psum", "--platform", "cpu", "-b", "1", "-e", "1")
     assert (code, bool(err)) == ((2, True) if runs else (0, False))
 
 
@@ -99,10 +85,10 @@ def run_in(directory: Path, *argv: str, **environ: str) -> subprocess.CompletedP
 
 
 def test_command_in_a_broken_installation(broken: Path) -> None:
-    done = run_in(broken, "-m", "jax_intranode", "plot", "a.json", "-o", "b.png")
+    done = run_in(broken, "-m", "jax_intranode", "bench", "psum")
     assert done.returncode == 1
     first, second = done.stderr.splitlines()
-    assert "plot: jax_intranode cannot be used here: ImportError: " in first
+    assert "bench: jax_intranode cannot be used here: ImportError: " in first
     assert "info" in second
 
 
@@ -287,5 +273,5 @@ def test_in_a_clone_the_installed_package_runs(broken: Path, tmp_path: Path) -> 
     assert found["jax_intranode"]["path"] == str(site / "jax_intranode")
     assert found["problems"] == []
     shutil.copytree(ROOT / "tools", clone / "tools")
-    wrong = run_in(clone, "-m", "jax_intranode", "plot", "a.json", "-o", "b.png", **environ)
-    assert wrong.returncode == 2 and "a.json" in wrong.stderr
+    wrong = run_in(clone, "tools/bench.py", "psun", **environ)
+    assert wrong.returncode == 2 and "'psun' is none of psum" in wrong.stderr

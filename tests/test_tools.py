@@ -1,6 +1,7 @@
 """The tools in their smallest runs. Their figures are judged by those who use them."""
 
 import argparse
+import dataclasses
 import importlib.util
 import json
 import math
@@ -10,7 +11,9 @@ import subprocess
 import sys
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest import mock
 
+import bench
 import compare_versions
 import gpu_checks
 import jax
@@ -25,17 +28,17 @@ from devices import need_devices
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
-from jax_intranode import __main__ as command_line
-from jax_intranode._src.command_line.bench import command as bench_command
 from jax_intranode._src.command_line.bench import report
 from jax_intranode._src.command_line.launcher.runs import MODES, SINGLE_PROCESS, ProgressLine
 from jax_intranode._src.native import definitions
+from jax_intranode._src.selection import tuning
 from jax_intranode._src.selection.overlap import plan as overlap_plan
 from jax_intranode._src.selection.overlap.profiles import H200, Profile
+from jax_intranode._src.selection.table import Row
 
 ROOT = Path(__file__).parent.parent
 
-# `bench --peers`.
+# `tools/bench.py --peers`.
 
 NCCL_TESTS = """\
 # nccl-tests version 2.17.1 nccl-headers=22809 nccl-library=22809
@@ -80,7 +83,7 @@ def test_a_peer(
     assert table[4][-1] == "3"
 
 
-# `plot`.
+# `tools/bench.py plot`.
 
 
 def result_of(operation: str) -> dict[str, Any]:
@@ -112,7 +115,7 @@ def result_of(operation: str) -> dict[str, Any]:
 def test_plot(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     def draw(content: str) -> int:
         (tmp_path / "rows.json").write_text(content)
-        return command_line.main(["plot", f"{tmp_path}/rows.json", "-o", f"{tmp_path}/plot.png"])
+        return bench.main(["plot", f"{tmp_path}/rows.json", "-o", f"{tmp_path}/plot.png"])
 
     if importlib.util.find_spec("matplotlib") is None:
         assert draw(json.dumps(result_of("psum"))) == 2
@@ -332,8 +335,8 @@ def test_gpu_checks_measures_programs_in_four_ways(tmp_path: Path) -> None:
     """Decoding and training: lax, lax with tuned flags, ours, and without communication."""
     steps = [step for step in gpu_checks.steps(tmp_path, 2, True) if step[0] == "programs"]
     parser = argparse.ArgumentParser()
-    bench_command.add_arguments(parser)
-    asked = [parser.parse_args(command.split(" bench ")[1].split()) for *_, command, _ in steps]
+    bench.add_arguments(parser)
+    asked = [parser.parse_args(command.split("bench.py ")[1].split()) for *_, command, _ in steps]
     assert ",".join(options.name for options in asked).split(",") == [
         *("decode_8b_1", "decode_8b_16", "decode_unrolled"),
         *("transformer", "train_step", "train_step_sequence_parallel", "mlp_block"),
@@ -387,3 +390,54 @@ def test_kernels_by_call_site() -> None:
         ["0.4", "1.0", "us", "jax_intranode_kernel", psum],
         ["0.2", "0.2", "us", "MemcpyD2D", "no instruction"],
     ]
+
+
+def test_a_tuning_gets_the_profile(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file, rows = tmp_path / "node.json", (Row(1024, "one_shot", 1, 128),)
+    tables = [tuning.table_fields("multi", "psum", "bare", 2, rows)]
+    of_node = {"platform": "gpu", "device": H200.name, "devices": 2, "versions": {}, "date": "now"}
+    tuning.write(file, {**of_node, "tables": tables, "profile": None})
+    measured: list[Any] = ["no nvcc", dataclasses.replace(H200, sms=100)]
+    monkeypatch.setattr(tune_profile, "measure", lambda *_: measured.pop(0))
+    assert tune_profile.main([str(file)]) == 1 and "no nvcc" in capsys.readouterr().out
+    assert tuning.read(str(file)).profile is None
+    assert tune_profile.main([str(file)]) == 0 and "sms=100" in capsys.readouterr().out
+    read = tuning.read(str(file))
+    assert read.profile is not None and read.profile.sms == 100
+    assert [*read.rows.values()] == [rows]
+    file.write_text("{}")
+    with pytest.raises(ValueError, match="JAX_INTRANODE_TUNING"):
+        tune_profile.main([str(file)])
+
+
+# Options of `tools/bench.py`.
+
+
+@pytest.mark.parametrize(
+    ("line", "says"),
+    [
+        ("psun", ("'psun'", "is none of psum, ", "mlp_block")),
+        ("mlp_block,psum", ("'psum'", "is none of decode_scanned, ")),
+        ("mlp_block --peers all", ("--peers and --plot", "are for operations")),
+        ("psum --ways ours", ("--ways", "not for psum")),
+        ("psum --peers ucx", ("--peers", "'ucx'", "none of torch")),
+        ("psum --plot {files}", ("--plot", "{files}", "name a file")),
+        ("psum --settle 100", ("--settle", "not for psum")),
+        ("plot missing.json -o a.png", ("missing.json", "name files that `bench --json`")),
+        ("plot {files}/text -o a.png", ("{files}/text", "measure again")),
+        ("plot {files}/old.json -o a.png", ("layout 1", "measure again")),
+    ],
+)
+def test_wrong_options_of_bench(
+    line: str, says: tuple[str, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "text").write_text("no JSON")
+    (tmp_path / "old.json").write_text('{"version": 1}')
+    platform = [] if line.startswith("plot") else ["--platform", "cpu"]
+    with mock.patch.object(bench.signal, "signal"):
+        assert bench.main([*line.format(files=tmp_path).split(), *platform]) == 2
+    (message,) = capsys.readouterr().err.splitlines()
+    assert message.startswith("python tools/bench.py: ")
+    assert all(text.format(files=tmp_path) in message for text in says), message

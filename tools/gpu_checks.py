@@ -47,7 +47,7 @@ def steps(out: Path, devices: int, cpu: bool) -> list[tuple[str, str, int, str, 
 
     def bench(group: str, name: str, limit_s: int, what: str, env: str = "") -> None:
         mode = "single-process" if name.endswith("_one_process") else "process-per-device"
-        command = f"{PYTHON} jax_intranode bench {on} --mode {mode} {few} {what}"
+        command = f"{sys.executable} {ROOT}/tools/bench.py {on} --mode {mode} {few} {what}"
         add(group, name + suffix, limit_s, f"{command} --json {out}/{name}{suffix}.json", env)
 
     required = f"JAX_INTRANODE_TIMEOUT_S=20 JAX_INTRANODE_REQUIRE_GPUS={0 if cpu else devices}"
@@ -80,6 +80,9 @@ def steps(out: Path, devices: int, cpu: bool) -> list[tuple[str, str, int, str, 
     tuned = f"JAX_INTRANODE_TUNING={out}/tuning.json"
     tune = f"{PYTHON} jax_intranode tune {on} -o {out}/tuning.json"
     add("tune", "tune", 330, f"{tune} --minutes {0.3 if cpu else 4}")
+    if not cpu:
+        of_matmuls = f"{sys.executable} {ROOT}/tools/tune_profile.py {out}/tuning.json"
+        add("tune", "tune_profile", 330, of_matmuls)
     for name in ("psum", "psum_scatter", "all_gather"):
         bench("tune", f"{name}_large", 45, f"{name} {large}")
         bench("tune", f"{name}_tuned", 45, f"{name} {large}", tuned)
@@ -112,9 +115,7 @@ def steps(out: Path, devices: int, cpu: bool) -> list[tuple[str, str, int, str, 
 def run(step: tuple[str, str, int, str, str], out: Path, cpu: bool) -> dict:
     """Runs a step; returns its line."""
     group, name, limit_s, command, variables = step
-    # Where `bench` finds what an installed package lacks.
-    tools = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), str(ROOT / "tools")]))
-    env = os.environ | {"PYTHONPATH": tools} | ({"JAX_PLATFORMS": "cpu"} if cpu else {})
+    env = os.environ | ({"JAX_PLATFORMS": "cpu"} if cpu else {})
     env |= dict(variable.split("=", 1) for variable in variables.split())
     words, log = f"timeout -s KILL {limit_s} {command}".split(), out / f"{name}.log"
     begun = time.monotonic()

@@ -1,6 +1,6 @@
 """Shows what the GPUs do in a step: how much of the collectives' time other kernels run beside.
 
-    PYTHONPATH=tools python tools/profiled_overlap.py auto_fsdp transformer --ways ours,lax,none
+    python tools/profiled_overlap.py auto_fsdp transformer --ways ours,lax,none
 
 Profiles five steps of programs of `bench` in one process on all GPUs, twice each way. Prints a line
 of JSON per run and GPU, with microseconds per step; and after the second run of a way the kernels

@@ -1,4 +1,9 @@
-"""Measuring the profile of the overlap model on the GPUs of this node.
+"""Measures the profile of the overlap model on the GPUs of this node.
+
+    python tools/tune_profile.py [FILE] [--minutes 4] [--probe PROBE] [--compare]
+
+It prints the profile as source for overlap/profiles.py. FILE is what `python -m jax_intranode tune`
+has written on this node: it gets the profile.
 
 The overlap model (overlap/) predicts what an overlapped matmul costs under each plan. Its constants
 are a `Profile`. The measurement starts from the profile that these GPUs have today: their own, or
@@ -16,6 +21,7 @@ constant changes only if the measurements differ by more than runs and boards of
 It takes 2 GPUs or more and uses two. About 4 minutes, of which nvcc takes one or two.
 """
 
+import argparse
 import dataclasses
 import itertools
 import json
@@ -36,6 +42,7 @@ import numpy as np
 from jax_intranode._src.command_line.bench import settings as of_bench
 from jax_intranode._src.command_line.launcher.own_files import private_directory
 from jax_intranode._src.group import topology
+from jax_intranode._src.selection import tuning
 from jax_intranode._src.selection.overlap import model, profiles
 from jax_intranode._src.selection.overlap import plan as plans
 from jax_intranode._src.selection.overlap.plan import Plan
@@ -606,3 +613,36 @@ def measure(limit_s: float, probe: Path | None = None, compares: bool = False) -
         if compares:
             compare(start, profile, run if probe else None, clock)
     return dataclasses.replace(profile, scaled_from="")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measures, and prints and writes the profile; returns the exit code."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("file", nargs="?", type=Path, metavar="FILE", help="a file of `tune` to add the profile to")
+    add("--minutes", type=float, default=4, help="how long to measure (default 4)")
+    add("--probe", type=Path, metavar="PROBE", help="a compiled tools/fused_probe.cu")
+    text = (
+        "print the plans of bench's reference shapes by today's and by the measured constants, "
+        "and time those that differ"
+    )
+    add("--compare", action="store_true", help=text)
+    options = parser.parse_args(argv)
+    if options.file is not None:
+        tuning.read(str(options.file))  # or it raises an error, before anything takes time
+    profile = measure(60 * options.minutes, options.probe, options.compare)
+    if isinstance(profile, str):
+        print(f"# not measured: {profile}")
+        return 1
+    print(to_source(profile))
+    if options.file is not None:
+        fields = json.loads(options.file.read_text())
+        tuning.write(options.file, {**fields, "profile": dataclasses.asdict(profile)})
+        print(f"# {options.file} has it now")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,13 +1,13 @@
-"""Flags of XLA with which the collectives of `jax.lax` are faster: `bench --lax-flags tuned`."""
+"""Flags of XLA with which the collectives of `jax.lax` are faster: `--lax-flags tuned`."""
 
 import dataclasses
 import os
 import re
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from typing import Any
 
-from jax_intranode._src.command_line.bench.command import run_mode
 from jax_intranode._src.command_line.bench.settings import Settings
 from jax_intranode._src.command_line.launcher.runs import ProgressLine, RankError
 
@@ -49,6 +49,7 @@ def measured(
     flags: str,
     timeout_s: float,
     line: ProgressLine,
+    run_mode: Callable[..., dict[str, Any]],
 ) -> Settings:
     """Runs the ranks of a mode with these flags; returns the settings with lax's times and checks.
 

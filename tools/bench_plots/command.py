@@ -1,6 +1,7 @@
-"""The command `plot`, and plots of the benchmark's results of any kind."""
+"""Plots of the benchmark's results of any kind: `python tools/bench.py plot`."""
 
 import argparse
+import importlib.util
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,14 +11,14 @@ from bench_peers.registry import is_matmul
 
 from bench_plots import collectives, matmuls
 from jax_intranode._src.command_line.bench import report
-from jax_intranode._src.command_line.options import WrongInput, check_can_draw, new_file
+from jax_intranode._src.command_line.options import WrongInput, new_file
 
 DESCRIPTION = "Draws what `bench --json FILE` has written, several files into one picture."
-EXAMPLES = "python -m jax_intranode plot rows.json -o rows.png"
+EXAMPLES = "python tools/bench.py plot rows.json -o rows.png"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the options of the command `plot`."""
+    """Adds the options of `plot`."""
     parser.add_argument("files", nargs="+", type=Path, metavar="rows.json")
     parser.add_argument("-o", "--output", type=new_file, required=True, metavar="FILE.png")
 
@@ -49,6 +50,12 @@ def run(arguments: argparse.Namespace) -> int:
             )
     draw(results, arguments.output)
     return 0
+
+
+def check_can_draw(what: str) -> None:
+    """Raises WrongInput if matplotlib is not installed, which draws what was asked for."""
+    if importlib.util.find_spec("matplotlib") is None:
+        raise WrongInput(f"{what} needs matplotlib: pip install 'jax_intranode[plot]'")
 
 
 def read(path: Path) -> dict[str, Any]:

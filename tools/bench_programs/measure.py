@@ -6,8 +6,9 @@ and without communication ("none"). "Ours" of an auto-sharded program is the pro
 """
 
 import contextlib
+import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -18,10 +19,12 @@ from jax.sharding import Mesh
 import jax_intranode
 from bench_programs.definitions import PROGRAMS, without_communication
 from jax_intranode._src.command_line import compare
+from jax_intranode._src.command_line.bench import measure as of_bench
 from jax_intranode._src.command_line.bench import report, timing
 from jax_intranode._src.command_line.bench.report import Column
 from jax_intranode._src.command_line.bench.settings import Settings
 from jax_intranode._src.command_line.launcher import all_ranks
+from jax_intranode._src.command_line.launcher.all_ranks import Rank
 
 TABLE: report.Table = (
     ("", (Column("program", "program", 24),)),
@@ -71,6 +74,16 @@ def libraries(program: str) -> dict[str, tuple[Any, Callable[[], Any]]]:
         return {"ours": (jax_intranode, accelerated), "lax": (jax.lax, plain)}
     ours, lax = (jax_intranode, plain), (jax.lax, plain)
     return {"ours": ours, "lax": lax, "unedited": (jax.lax, accelerated)}
+
+
+def measure_all(rank: Rank, **fields: Any) -> dict[str, Any]:
+    """What each rank runs: measures programs, one after the other."""
+    return of_bench.measure_all(rank, Settings(**fields), _measurements)
+
+
+def _measurements(settings: Settings, mesh: Mesh) -> Iterator[of_bench.Measurement]:
+    for name in settings.name.split(","):
+        yield name, TABLE, partial(measure, dataclasses.replace(settings, name=name), mesh)
 
 
 def measure(settings: Settings, mesh: Mesh) -> tuple[dict[str, Any], None]:

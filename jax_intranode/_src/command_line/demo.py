@@ -10,9 +10,8 @@ import json
 import sys
 from typing import Any
 
-from jax_intranode._src.command_line import benefits, machine, options, source_tree
+from jax_intranode._src.command_line import benefits, machine, options
 from jax_intranode._src.command_line.bench import command as bench
-from jax_intranode._src.command_line.bench import report
 from jax_intranode._src.command_line.bench.settings import Settings
 from jax_intranode._src.command_line.launcher.runs import PROCESS_PER_DEVICE, ProgressLine
 from jax_intranode._src.command_line.options import WrongInput
@@ -24,7 +23,6 @@ DESCRIPTION = (
 )
 EXAMPLES = """\
 python -m jax_intranode demo
-python -m jax_intranode demo --png demo.png                 needs matplotlib and the source tree
 python -m jax_intranode demo --platform cpu --json"""
 
 _NEXT = """
@@ -47,7 +45,6 @@ _BAR = 40  # characters of the longest bar
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     options.add_platform(parser, gpus="two or more")
-    parser.add_argument("--png", type=options.new_file, metavar="FILE", help="draw the times, too")
     options.add_json(parser)
 
 
@@ -59,9 +56,6 @@ def run(arguments: argparse.Namespace) -> int:
             f"--platform gpu: a group has 2 or more GPUs, and {gpus} are visible: check "
             "CUDA_VISIBLE_DEVICES, and the driver's state in `python -m jax_intranode info`"
         )
-    if arguments.png is not None:
-        plot = source_tree.load("bench_plots.command", "--png")
-        options.check_can_draw("--png")
     platform = machine.chosen_platform(arguments.platform)
     of_gpus = platform == "gpu" and gpus >= 2
     # A power of 2 divides all that is measured.
@@ -85,19 +79,14 @@ def run(arguments: argparse.Namespace) -> int:
                 flush=True,
             )
         measured = bench.run_mode(settings, {}, _TIMEOUT_S, line, shows_table=False)
-        empty: dict[str, Any] = {"versions": [], "rows": []}
-        results.append({"version": report.VERSION, **measured, "peers": empty})
+        results.append({**bench.empty_result(), **measured})
         if not arguments.json:
             print(_table(measured["rows"]), flush=True)
     wrong = sum(row["wrong"] + row["lax_wrong"] for result in results for row in result["rows"])
-    if arguments.png is not None:
-        plot.draw(results[:1], arguments.png)
     if arguments.json:
         print(json.dumps({"results": results, "wrong": wrong}, indent=2))
     else:
         print(_summary(results, of_gpus, wrong))
-        if arguments.png is not None:
-            print(f"\nThe picture is {arguments.png}.")
         print(_NEXT)
     return 1 if wrong else 0
 

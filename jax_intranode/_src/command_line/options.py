@@ -5,7 +5,6 @@ It imports nothing that a broken installation may lack.
 
 import argparse
 import difflib
-import importlib.util
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -48,12 +47,6 @@ def new_file(text: str) -> Path:
     if not directory.is_dir():
         raise WrongInput(f"{file}: there is no directory {directory}: make it, or choose another")
     return file
-
-
-def check_can_draw(what: str) -> None:
-    """Raises WrongInput if matplotlib is not installed, which draws what was asked for."""
-    if importlib.util.find_spec("matplotlib") is None:
-        raise WrongInput(f"{what} needs matplotlib: pip install 'jax_intranode[plot]'")
 
 
 def integer_from(minimum: int, why: str = "") -> Callable[[str], int]:

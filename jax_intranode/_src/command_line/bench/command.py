@@ -6,12 +6,13 @@ import json
 import os
 import signal
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import jax.numpy as jnp
 
-from jax_intranode._src.command_line import machine, options, source_tree
+from jax_intranode._src.command_line import machine, options
 from jax_intranode._src.command_line.bench import report
 from jax_intranode._src.command_line.bench import settings as of_bench
 from jax_intranode._src.command_line.bench.operations import MATMULS, OPERATIONS, Shape
@@ -31,7 +32,7 @@ EXAMPLES = """\
 python -m jax_intranode bench psum                                all sizes up to 16 MB (CPU: 64 KB)
 python -m jax_intranode bench psum -b 1K -e 64K -f 2 -d float32,bfloat16
 python -m jax_intranode bench all_gather_matmul --shapes 4096,8192,3584 --json rows.json
-python -m jax_intranode bench psum --platform cpu --devices 4 --plot psum.png"""
+python -m jax_intranode bench psum --platform cpu --devices 4"""
 
 _DTYPES = (
     *("bfloat16", "float16", "float32", "float64"),
@@ -42,15 +43,27 @@ _MATMUL_DTYPES = ("bfloat16", "float16", "float32")
 _SIZE_SUFFIXES = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the benchmark's options. Those that nccl-tests has too have the same names."""
+def parse_name(text: str, others: Iterable[str] = ()) -> str:
+    """An argparse type for the name of an operation. `others` are named in the message, too."""
+    names = (*OPERATIONS, *MATMULS)
+    if text not in names:
+        raise WrongInput(f"{text!r} is none of {', '.join((*names, *others))}")
+    return text
+
+
+def add_arguments(
+    parser: argparse.ArgumentParser,
+    type_of_name: Callable[[str], str] = parse_name,
+    other_names: str = "",
+) -> None:
+    """Adds the benchmark's options. Those that nccl-tests has too have the same names.
+
+    `type_of_name` is the argparse type of NAME, and `other_names` what its help says besides.
+    """
     add = parser.add_argument
     positive, natural = options.integer_from(1), options.integer_from(0)
-    text = (
-        f"what to measure: {', '.join((*OPERATIONS, *MATMULS))}; in the source tree also the "
-        "programs of tools/bench_programs, one or several"
-    )
-    add("name", type=_parse_name, metavar="NAME", help=text)
+    text = f"what to measure: {', '.join((*OPERATIONS, *MATMULS))}{other_names}"
+    add("name", type=type_of_name, metavar="NAME", help=text)
     text = "smallest size in bytes (default 1K)"
     add("-b", "--minbytes", type=parse_size, default="1K", help=text)
     text = "largest size in bytes (default 16M on GPUs, 64K on CPUs)"
@@ -74,7 +87,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("-n", "--iters", type=positive, default=20, help="timed repetitions (default 20)")
     text = "untimed repetitions before the timed ones (default 5)"
     add("-w", "--warmup_iters", type=natural, default=5, help=text)
-    text = "time limit in seconds for each mode and each peer (default 1800)"
+    text = "time limit in seconds for each mode (default 1800)"
     add("-T", "--timeout", type=positive, default=1800, help=text)
     text = (
         "call the collective with a pytree of COUNT arrays; the size is that of all arrays "
@@ -85,33 +98,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--chain", type=positive, metavar="COUNT", help=text)
     text = (
         "run a collective matmul for MS milliseconds before each of its repetitions, until "
-        "the GPU's clock has settled under sustained power draw; a program runs for one untimed "
-        "repetition unless MS is 0 (default 150 on GPUs, 0 on CPUs)"
+        "the GPU's clock has settled under sustained power draw (default 150 on GPUs, 0 on CPUs)"
     )
     add("--settle", type=natural, metavar="MS", help=text)
     text = "set JAX_INTRANODE_ALGORITHM (default: as in the environment)"
     add("--algorithm", choices=config.ALGORITHMS, help=text)
     text = "switch XLA's latency-hiding scheduler on or off (default: XLA's default)"
     add("--latency-hiding", choices=("on", "off"), help=text)
-    text = (
-        "measure jax.lax also with flags of XLA that make its collectives faster, in processes of "
-        "their own; needs the source tree"
-    )
-    add("--lax-flags", choices=("tuned",), help=text)
-    text = f"versions of a program: {', '.join(of_bench.WAYS)} (default all; lax always runs)"
-    ways = options.names_from(of_bench.WAYS)
-    add("--ways", type=ways, default=list(of_bench.WAYS), metavar="NAME[,NAME...]", help=text)
     options.add_mode(parser)
     add("--devices", type=positive, help="number of devices (default all GPUs, or 2 CPU devices)")
     options.add_platform(parser)
-    text = (
-        "other libraries to measure too: torch, nccl-tests, or all (default none); needs the "
-        "source tree"
-    )
-    add("--peers", type=_parse_peers, default=[], metavar=names, help=text)
     add("--json", type=options.new_file, metavar="FILE", help="write the results to FILE")
-    text = "plot the results; needs matplotlib and the source tree"
-    add("--plot", type=options.new_file, metavar="FILE.png", help=text)
 
 
 def parse_size(text: str) -> int:
@@ -130,27 +127,6 @@ def size_text(size: int) -> str:
         if size % factor == 0:
             return f"{size // factor}{suffix}"
     return str(size)
-
-
-def is_program(name: str) -> bool:
-    return name not in OPERATIONS and name not in MATMULS
-
-
-def _parse_name(text: str) -> str:
-    names: list[str] = [*OPERATIONS, *MATMULS]
-    if is_program(text):
-        try:
-            programs = source_tree.load("bench_programs.definitions", "bench of other programs")
-        except WrongInput as error:
-            raise WrongInput(f"{text!r} is none of {', '.join(names)}; {error}") from None
-        known = programs.PROGRAMS if "," in text else [*names, *programs.PROGRAMS]
-        return ",".join(options.names_from(known)(text))
-    return text
-
-
-def _parse_peers(text: str) -> list[str]:
-    peers = source_tree.load("bench_peers.registry", "--peers").PEERS
-    return list(peers) if text == "all" else options.names_from((*peers, "all"))(text)
 
 
 def _parse_plan(text: str) -> dict[str, Any]:
@@ -191,7 +167,6 @@ def settings_of(arguments: argparse.Namespace, platform: str, devices: int) -> l
             backward=arguments.backward,
             plan=arguments.plan,
             settle_ms=settle_ms if arguments.settle is None else arguments.settle,
-            ways=arguments.ways,
         )
         for mode in (runs.MODES if arguments.mode == "both" else (arguments.mode,))
     ]
@@ -203,13 +178,9 @@ def settings_of(arguments: argparse.Namespace, platform: str, devices: int) -> l
 def _check(arguments: argparse.Namespace, devices: int) -> None:
     """Raises WrongInput if these options contradict each other or can't work here."""
     name, most = arguments.name, definitions.MAX_WORLD_SIZE
-    if not is_program(name) and devices > most:
+    if name in (*OPERATIONS, *MATMULS) and devices > most:
         text = f"{name}: a group has at most {most} ranks, not {devices}: choose --devices {most}"
         raise WrongInput(f"{text} or less")
-    if is_program(name) and (arguments.peers or arguments.plot):
-        raise WrongInput(f"--peers and --plot are for operations, not for the program {name}")
-    if not is_program(name) and arguments.ways != list(of_bench.WAYS):
-        raise WrongInput(f"--ways is for programs, not for {name}")
     if name in MATMULS:
         if arguments.leaves > 1:
             raise WrongInput(f"--leaves: {name} is measured with one x and one w")
@@ -221,8 +192,8 @@ def _check(arguments: argparse.Namespace, devices: int) -> None:
     elif arguments.shapes or arguments.preset or arguments.backward or arguments.plan:
         names = "--shapes, --preset, --backward and --plan"
         raise WrongInput(f"{names} are for {', '.join(MATMULS)}, not for {name}")
-    elif arguments.settle is not None and not is_program(name):
-        raise WrongInput(f"--settle is for collective matmuls and programs, not for {name}")
+    elif arguments.settle is not None and name in OPERATIONS:
+        raise WrongInput(f"--settle is for collective matmuls, not for {name}")
     elif arguments.leaves > 1 and name in ("psum_scatter", "all_gather", "all_to_all"):
         raise WrongInput(f"--leaves: {name} is measured with one array")
     if name == "pmean":
@@ -233,9 +204,6 @@ def _check(arguments: argparse.Namespace, devices: int) -> None:
         config.parse({**os.environ, **environment(arguments)})
     except ValueError as error:
         raise WrongInput(str(error)) from None
-    if arguments.plot:
-        source_tree.load("bench_plots.command", "--plot")
-        options.check_can_draw("--plot")
 
 
 def _check_sizes(arguments: argparse.Namespace, largest: int, settings: Settings) -> None:
@@ -288,50 +256,42 @@ def environment(arguments: argparse.Namespace) -> dict[str, str]:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Measures in the chosen modes, prints the tables and writes the files.
+    """Measures in the chosen modes, prints the tables and writes the file.
 
     Returns:
         The exit code: 0 if all elements were right in all modes, 1 if one was wrong.
     """
     signal.signal(signal.SIGTERM, runs.end_by_exit)
     settings = settings_of(arguments, *machine.platform_and_devices(arguments))
-    result: dict[str, Any] = {"version": report.VERSION, "header": {}, "rows": []}
-    peers = source_tree.load("bench_peers.registry", "--peers") if arguments.peers else None
-    tuned = (
-        source_tree.load("bench_peers.lax_flags", "--lax-flags") if arguments.lax_flags else None
-    )
-    flags = tuned.known_flags() if tuned is not None else ""
-    measurements = settings[0].matmuls() or settings[0].measurements() or arguments.name.split(",")
-    of_peers = peers.count(arguments.peers, settings[0]) if peers is not None else 0
-    of_modes = len(settings) * len(measurements) * (1 if tuned is None else 2)
-    line = runs.ProgressLine(sys.stderr, of_modes + of_peers)
+    line = runs.ProgressLine(sys.stderr, len(settings) * count(settings[0]))
+    result = empty_result()
     for of_mode in settings:
-        variables = environment(arguments)
-        if tuned is not None:
-            of_mode = tuned.measured(of_mode, variables, flags, arguments.timeout, line)
-        measured = run_mode(of_mode, variables, arguments.timeout, line)
-        result["header"] = {
-            **measured["header"],
-            "mode": arguments.mode,
-            "driver": machine.driver()["version"],
-            "lax_flags": flags,
-            "command": report.command_line(sys.argv),
-        }
-        result["rows"] += measured["rows"]
-    result["peers"] = {"versions": [], "rows": []}
-    if peers is not None:
-        result["peers"] = peers.measure(arguments.peers, settings[0], arguments.timeout, line)
-        print(peers.table_of(result["peers"], result["rows"]), end="", flush=True)
-    if arguments.json is not None:
-        arguments.json.write_text(json.dumps(result, indent=2) + "\n")
-    if arguments.plot is not None:
-        source_tree.load("bench_plots.command", "--plot").draw([result], arguments.plot)
-    if is_program(arguments.name):
-        good = all(row["difference"] is not None for row in result["rows"])
-        print(f"# results are finite numbers: {'OK' if good else 'FAILED'}", flush=True)
-    else:
-        good = _are_right(result["rows"])
-    return 0 if good else 1
+        measured = run_mode(of_mode, environment(arguments), arguments.timeout, line)
+        add_mode(result, measured, mode=arguments.mode, command=report.command_line(sys.argv))
+    write(result, arguments.json)
+    return 0 if are_right(result["rows"]) else 1
+
+
+def count(settings: Settings) -> int:
+    """How many rows a mode has."""
+    return len(settings.matmuls() or settings.measurements())
+
+
+def empty_result() -> dict[str, Any]:
+    """The content of the JSON file before the first mode."""
+    empty: dict[str, Any] = {"versions": [], "rows": []}
+    return {"version": report.VERSION, "header": {}, "rows": [], "peers": empty}
+
+
+def add_mode(result: dict[str, Any], measured: dict[str, Any], **more: Any) -> None:
+    """Adds what `run_mode` has returned, and more facts for the header."""
+    result["header"] = {**measured["header"], "driver": machine.driver()["version"], **more}
+    result["rows"] += measured["rows"]
+
+
+def write(result: dict[str, Any], file: Path | None) -> None:
+    if file is not None:
+        file.write_text(json.dumps(result, indent=2) + "\n")
 
 
 def run_mode(
@@ -340,10 +300,14 @@ def run_mode(
     timeout_s: float,
     line: runs.ProgressLine,
     shows_table: bool = True,
+    function: str = "jax_intranode._src.command_line.bench.measure:measure",
 ) -> dict[str, Any]:
-    """Runs the ranks of one mode and returns the "header" and the "rows" of the JSON file."""
+    """Runs the ranks of one mode and returns the "header" and the "rows" of the JSON file.
+
+    `function` is what they run (see `runs.run_function`).
+    """
     return runs.run_function(
-        "jax_intranode._src.command_line.bench.measure:measure",
+        function,
         dataclasses.asdict(settings),
         settings.job,
         variables=variables,
@@ -353,7 +317,7 @@ def run_mode(
     )
 
 
-def _are_right(rows: list[dict[str, Any]]) -> bool:
+def are_right(rows: list[dict[str, Any]]) -> bool:
     """Prints the largest errors against float64, and whether all elements were right."""
     for dtype in dict.fromkeys(row["dtype"] for row in rows):
         rounded = [row for row in rows if row["dtype"] == dtype and row["error"] is not None]

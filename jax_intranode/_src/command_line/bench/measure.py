@@ -1,7 +1,6 @@
 """What each rank runs: all measurements, in the same order on every rank."""
 
-import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Any
 
@@ -11,23 +10,33 @@ from jax import lax
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from jax_intranode._src.command_line import source_tree
 from jax_intranode._src.command_line.bench import collectives, matmuls, report
-from jax_intranode._src.command_line.bench.operations import MATMULS, OPERATIONS
+from jax_intranode._src.command_line.bench.operations import MATMULS
 from jax_intranode._src.command_line.bench.settings import Settings
 from jax_intranode._src.command_line.launcher.all_ranks import Rank
 
+# What is measured, its table, and the function that makes a row of it, with the reason for a
+# fallback to lax.
+Measurement = tuple[str, report.Table, Callable[[], tuple[dict[str, Any], str | None]]]
 # What a row says of jax.lax with XLA's flags tuned.
 _TUNED = ("lax_tuned_time_us", "lax_tuned_time_p99_us", "lax_tuned_wrong")
 
 
 def measure(rank: Rank, **fields: Any) -> dict[str, Any]:
+    """Measures an operation."""
+    return measure_all(rank, Settings(**fields), _measurements)
+
+
+def measure_all(
+    rank: Rank,
+    settings: Settings,
+    measurements: Callable[[Settings, Mesh], Iterable[Measurement]],
+) -> dict[str, Any]:
     """Makes the measurements. Rank 0 prints the table.
 
     Returns:
         "header" and "rows" of the JSON file.
     """
-    settings = Settings(**fields)
     if any(jnp.dtype(name).itemsize == 8 for name in settings.dtypes):
         jax.config.update("jax_enable_x64", True)
     mesh = rank.mesh()
@@ -44,7 +53,7 @@ def measure(rank: Rank, **fields: Any) -> dict[str, Any]:
 
     rows = []
     tuned = iter(settings.lax_tuned)
-    for what, table, make in _measurements(settings, mesh):
+    for what, table, make in measurements(settings, mesh):
         rank.begin(f"{settings.mode}, {what}")
         row, fallback = make()
         row |= dict(zip(_TUNED, next(tuned, [None] * 3), strict=True))
@@ -63,21 +72,13 @@ def sum_of_ranks(mesh: Mesh) -> Callable[[], jax.Array]:
     return jax.shard_map(lambda: total(lax.axis_index("x")), mesh=mesh, in_specs=(), out_specs=P())
 
 
-def _measurements(
-    settings: Settings, mesh: Mesh
-) -> Iterator[tuple[str, report.Table, Callable[[], tuple[dict[str, Any], str | None]]]]:
-    """Yields what is measured, its table, and the function that makes a row of it."""
+def _measurements(settings: Settings, mesh: Mesh) -> Iterator[Measurement]:
     if settings.name in MATMULS:
         for dtype, shape in settings.matmuls():
             make = partial(matmuls.measure, settings, mesh, dtype, shape)
             yield f"{dtype}, {shape}", report.MATMULS, make
-    elif settings.name in OPERATIONS:
+    else:
         for dtype, count in settings.measurements():
             what = f"{dtype}, {count * jnp.dtype(dtype).itemsize} bytes"
             make = partial(collectives.measure, settings, mesh, dtype, count)
             yield what, report.COLLECTIVES, make
-    else:
-        programs = source_tree.load("bench_programs.measure", settings.name)
-        for name in settings.name.split(","):
-            make = partial(programs.measure, dataclasses.replace(settings, name=name), mesh)
-            yield name, programs.TABLE, make

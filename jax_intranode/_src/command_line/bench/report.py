@@ -58,7 +58,7 @@ def library_versions() -> dict[str, str | None]:
     }
 
 
-def command_line(argv: Sequence[str]) -> str:
+def command_line(argv: Sequence[str], program: Sequence[str] = ("-m", "jax_intranode")) -> str:
     """Returns the command that measures the same again, without the options that name files."""
     words = []
     rest = iter(argv[1:])
@@ -67,7 +67,7 @@ def command_line(argv: Sequence[str]) -> str:
             next(rest, None)
         elif not word.startswith(tuple(f"{option}=" for option in _FILE_OPTIONS)):
             words.append(word)
-    return shlex.join(["python", "-m", "jax_intranode", *words])
+    return shlex.join(["python", *program, *words])
 
 
 def format_header(header: dict[str, Any], settled: bool) -> str:

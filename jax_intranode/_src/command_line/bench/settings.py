@@ -19,7 +19,7 @@ class Settings:
     """The settings of a measurement.
 
     Attributes:
-        name: a key of OPERATIONS, MATMULS or PROGRAMS, or several of the latter with commas.
+        name: a key of OPERATIONS or MATMULS; of programs (tools/bench.py) one or several.
         mode: one of `MODES` (launcher/runs.py).
         devices: the number of devices.
         platform: "cpu" or "gpu".

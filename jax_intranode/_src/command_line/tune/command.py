@@ -9,11 +9,10 @@ import time
 from pathlib import Path
 from typing import Any
 
-from jax_intranode._src.command_line import machine, options, source_tree
+from jax_intranode._src.command_line import machine, options
 from jax_intranode._src.command_line.bench import report
 from jax_intranode._src.command_line.bench.settings import Settings
 from jax_intranode._src.command_line.launcher import runs
-from jax_intranode._src.command_line.options import WrongInput
 from jax_intranode._src.command_line.tune import sweep
 from jax_intranode._src.native import definitions
 from jax_intranode._src.selection import table, tuning
@@ -21,9 +20,9 @@ from jax_intranode._src.selection import table, tuning
 DESCRIPTION = (
     "Measures this node: which algorithm and which launch is fastest for each collective, each "
     "norm that follows one, process mode, kind of dtype, number of ranks and size, and up to which "
-    "size that is faster than jax.lax; and on Hopper GPUs the constants of the overlap model. "
-    "Writes one file, which a program uses with JAX_INTRANODE_TUNING=FILE. All processes need the "
-    "same file. What there is no time for keeps the shipped values."
+    "size that is faster than jax.lax. Writes one file, which a program uses with "
+    "JAX_INTRANODE_TUNING=FILE. All processes need the same file. What there is no time for keeps "
+    "the shipped values."
 )
 EXAMPLES = """\
 python -m jax_intranode tune                                 writes jax_intranode_tuning.json
@@ -34,8 +33,6 @@ OPERATIONS = (*table.OPERATIONS, *sweep.NORMS)
 # Longer chains take long to compile on GPUs, and to run on the CPU.
 _ITERATIONS = {"gpu": 9, "cpu": 11}
 _CHAIN = {"gpu": 64, "cpu": 8}
-# The measurement of the profile takes this many seconds, if there are as many.
-_MATMULS_S = 235
 # What starting the ranks and the last measurement may take beyond the time of a job.
 _SLACK_S = 300
 
@@ -56,15 +53,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     names, of_names = "NAME[,NAME...]", options.names_from(OPERATIONS)
     text = f"the collectives and norms to measure (default {','.join(OPERATIONS)})"
     add("--operations", type=of_names, default=list(OPERATIONS), metavar=names, help=text)
-    add("--no-matmuls", action="store_true", help="do not measure the overlap model's constants")
-    add("--probe", type=Path, metavar="FILE", help="a compiled tools/fused_probe.cu")
-    text = (
-        "print the plans of bench's reference shapes by today's and by the measured constants, "
-        "and time those that differ"
-    )
-    add("--compare", action="store_true", help=text)
-    text = "print the overlap model's constants as source for overlap/profiles.py"
-    add("--print-profile", action="store_true", help=text)
 
 
 def worlds(devices: int) -> list[int]:
@@ -102,8 +90,6 @@ def run(arguments: argparse.Namespace) -> int:
         )
     started = time.monotonic()
     seconds = 60 * (arguments.minutes or {"gpu": 20, "cpu": 4}[platform])
-    matmuls = _module_of_matmuls(platform, arguments.no_matmuls)
-    of_matmuls = 0.0 if isinstance(matmuls, str) else min(_MATMULS_S, seconds / 2)
     modes = list(runs.MODES) if arguments.mode == "both" else [arguments.mode]
     todo = jobs(platform, devices, modes)
     found: dict[str, Any] = {"tables": [], "measurements": [], "left_out": []}
@@ -111,7 +97,7 @@ def run(arguments: argparse.Namespace) -> int:
     sizes = len(todo) * len(arguments.operations) * 2 * (8 if platform == "gpu" else 5)
     line = runs.ProgressLine(sys.stderr, sizes)
     for number, settings in enumerate(todo):
-        left = started + seconds - of_matmuls - time.monotonic()
+        left = started + seconds - time.monotonic()
         allowed = max(0.0, left) / (len(todo) - number)
         what = {"seconds": allowed, "operations": arguments.operations}
         of_job = runs.run_function(
@@ -130,14 +116,6 @@ def run(arguments: argparse.Namespace) -> int:
         for name in ("tables", "measurements", "left_out"):
             found[name] += of_job[name]
 
-    profile: Any = matmuls  # or why it was not measured
-    if not isinstance(matmuls, str):
-        limit = max(started + seconds - time.monotonic(), of_matmuls)
-        profile = matmuls.measure(limit, arguments.probe, arguments.compare)
-    if isinstance(profile, str):
-        print(f"# the overlap model's constants were not measured: {profile}")
-    elif arguments.print_profile:
-        print(matmuls.to_source(profile))
     tuning.write(
         arguments.output,
         {
@@ -149,23 +127,13 @@ def run(arguments: argparse.Namespace) -> int:
             "seconds": round(time.monotonic() - started, 1),
             "command": report.command_line(sys.argv),
             "tables": found["tables"],
-            "profile": None if isinstance(profile, str) else dataclasses.asdict(profile),
+            "profile": None,
             "left_out": found["left_out"],
             "measurements": found["measurements"],
         },
     )
     print(summary(tuning.read(str(arguments.output)), found["left_out"]))
     return 0
-
-
-def _module_of_matmuls(platform: str, left_out: bool) -> Any:
-    """The module that measures the overlap model's constants, or why they are not measured."""
-    if platform == "cpu" or left_out:
-        return "CPU devices" if platform == "cpu" else "not asked for"
-    try:
-        return source_tree.load("tune_profile", "measuring them")
-    except WrongInput as error:
-        return str(error)
 
 
 def summary(tuned: tuning.Tuning, left_out: list[str]) -> str:

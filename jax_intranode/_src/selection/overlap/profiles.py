@@ -70,7 +70,7 @@ class Profile:
     """The constants of the cost model for one GPU.
 
     A comment on a field gives its unit, its meaning and the measurement that yields it:
-    [tune] is `python -m jax_intranode tune`, which measures a node (tools/tune_profile.py).
+    [tune] is tools/tune_profile.py, which measures a node.
     [bench OPERATION] is `python -m jax_intranode bench OPERATION --preset sweep`, run twice, the
     second time with `--plan` forcing the other choice; the constant is where the two cross over.
     [probe] is `tools/fused_probe.cu`, run with both choices in turns, likewise.
@@ -243,7 +243,7 @@ H200 = Profile(
     arrivals_before_wgrad=1 / 3,
 )
 
-# By exact device kind. Add what `python -m jax_intranode tune --print-profile` prints for another
+# By exact device kind. Add what `python tools/tune_profile.py` prints for another
 # GPU here.
 MEASURED = {profile.name: profile for profile in (H200,)}
 

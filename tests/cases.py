@@ -27,13 +27,14 @@ import jax_intranode
 from jax_intranode._src.group import agreed, slabs
 from jax_intranode._src.group import rendezvous as rendezvous_lib
 from jax_intranode._src.native import extension
+from jax_intranode._src.operations import COLLECTIVE, of_kind
 from jax_intranode._src.ops import psum as psum_lib
 from jax_intranode._src.selection import config, select, table
 
 FLOATS = ("float32", "bfloat16", "float16")
 DTYPES = (*FLOATS, "float64", "int8", "uint8", "int32", "uint32", "int64", "uint64")
 COPIED_DTYPES = (*DTYPES, "bool", "int16", "uint16", "complex64", "complex128")
-OPERATIONS = ("psum", "psum_scatter", "all_gather", "all_to_all")
+OPERATIONS = tuple(record.name for record in of_kind(COLLECTIVE))
 # Those whose operand has a part for each rank.
 DIVIDED = ("psum_scatter", "all_to_all")
 
@@ -187,6 +188,7 @@ def reference(operation: str, parts: np.ndarray) -> np.ndarray:
         return oracle(parts).reshape(n, -1)
     if operation == "all_to_all":
         return parts.reshape(n, n, -1).swapaxes(0, 1).reshape(n, -1)
+    assert operation == "all_gather", f"no oracle for {operation}"
     return everywhere(parts.reshape(-1), n)
 
 

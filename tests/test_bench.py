@@ -28,7 +28,7 @@ from jax_intranode._src.command_line import machine
 from jax_intranode._src.command_line.bench import measure, report, timing
 from jax_intranode._src.command_line.launcher.runs import MODES, ProgressLine
 from jax_intranode._src.command_line.options import WrongInput
-from jax_intranode._src.selection import table
+from jax_intranode._src.operations import RECORDS
 
 # Whole programs.
 
@@ -158,7 +158,7 @@ def test_both_modes_on_the_cpu(
         "psum_scatter+all_gather": ("push",),
         "psum_scatter": ("reduce_scatter",),
         "all_gather": ("all_gather",),
-    }.get(name, table.PSUM_ALGORITHMS)
+    }.get(name, RECORDS["psum"].in_order)
     eps = {"bfloat16": 2.0**-7, "float16": 2.0**-10, "float32": 2.0**-23}
     factor = 0.5 if name in ("psum_scatter", "all_gather") else 1.0
     for row in rows:
@@ -191,7 +191,7 @@ def test_both_modes_on_the_cpu(
             f"--shapes 32,16,24 --backward -d float16 --mode {MODES[1]}",
             ("all_gather",),
         ),
-        full("matmul_all_reduce", "--settle 1", table.PSUM_ALGORITHMS),
+        full("matmul_all_reduce", "--settle 1", RECORDS["psum"].in_order),
     ],
 )
 def test_matmuls_on_the_cpu(

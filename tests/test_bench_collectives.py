@@ -11,6 +11,7 @@ from bench_settings import BFLOAT16, mesh_of_two, settings_of
 from jax.sharding import PartitionSpec
 
 import jax_intranode
+from jax_intranode._src import operations
 from jax_intranode._src.command_line.bench import collectives, matmuls, oracle, report, timing
 from jax_intranode._src.command_line.bench.operations import OPERATIONS
 from jax_intranode._src.selection import select
@@ -36,24 +37,23 @@ from jax_intranode._src.selection.overlap.profiles import H200
     ],
 )
 def test_oracle_of_sums(values: list[Any], dtype: Any, wanted: Any) -> None:
-    assert oracle.expected_sum([np.array([value], dtype) for value in values])[0] == wanted
+    assert operations.total([np.array([value], dtype) for value in values]) == wanted
 
 
 def test_oracle_of_each_operation() -> None:
     shards = [oracle.random_shard(rank, 64, BFLOAT16) for rank in range(4)]
-    total = oracle.expected_sum(shards)[0]
+    total = operations.total(shards)
     for name, wanted in {
-        "psum": total,
-        "psum_scatter": total,
-        "pmean": total / ml_dtypes.bfloat16(4),
-        "all_gather": np.concatenate(shards),
-        "all_to_all": np.concatenate(
-            [np.concatenate([np.split(s, 4)[rank] for s in shards]) for rank in range(4)]
-        ),
+        "psum": [total] * 4,
+        "psum_scatter": np.split(total, 4),
+        "pmean": [total / ml_dtypes.bfloat16(4)] * 4,
+        "all_gather": [np.concatenate(shards)] * 4,
+        "all_to_all": [np.concatenate([np.split(s, 4)[rank] for s in shards]) for rank in range(4)],
+        "psum_scatter+all_gather": [total] * 4,
     }.items():
         # Of an all-gather, too, 64 bytes are those of a rank's operand.
         right = oracle.Collective(OPERATIONS[name], 4, 64, BFLOAT16)
-        assert right.expected.dtype == BFLOAT16
+        assert all(result.dtype == BFLOAT16 for result in right.expected)
         assert np.array_equal(right.expected, wanted)
         assert (right.tolerance is None) == (name in ("all_gather", "all_to_all"))
     assert oracle.Collective(OPERATIONS["psum"], 4, 64, np.dtype(np.int8)).tolerance is None
@@ -76,9 +76,9 @@ def test_count_wrong_on_devices_compares_each_devices_part() -> None:
     mesh = mesh_of_two()
     sharding = jax.sharding.NamedSharding(mesh, PartitionSpec("x"))
     result = jax.device_put(np.arange(4, dtype=np.int32), sharding)
-    for name, expected, wrong in (("psum_scatter", [0, 1, 2, 9], 1), ("psum", [0, 1], 2)):
+    for name, expected, wrong in (("psum_scatter", [[0, 1], [2, 9]], 1), ("psum", [[0, 1]] * 2, 2)):
         right = oracle.Collective(OPERATIONS[name], 2, 16, np.dtype(np.int32))
-        right.expected = np.array(expected, np.int32)
+        right.expected = list(np.array(expected, np.int32))
         assert right.compare(result, None)[0] == wrong
 
 
@@ -89,8 +89,8 @@ def test_count_wrong_on_devices_compares_each_devices_part() -> None:
 def test_links_of_a_chain_fit(name: str) -> None:
     """A chain of one call returns its result, brought to the operand's size and scaled."""
     mesh = mesh_of_two()
-    operation = OPERATIONS[name]
-    link = collectives.link(lambda xs: operation.call(jax_intranode, xs))
+    of_bench = OPERATIONS[name]
+    link = collectives.link(lambda xs: of_bench.call(jax_intranode, xs))
     operands = [jnp.arange(16, dtype=jnp.float32)]
     (got,) = timing.Chain(mesh, link, operands, (jnp.full(2, 0.5, jnp.float32),), 1, 1).run()
     first, second = np.arange(8), np.arange(8, 16)

@@ -12,6 +12,7 @@ import pytest
 
 from jax_intranode._src.native import extension
 from jax_intranode._src.selection import select
+from jax_intranode._src.selection.generations import HOPPER
 
 REGISTERS_OF_AN_SM = 65536
 THREADS = (64, 128, 256, 512)
@@ -29,7 +30,7 @@ class Kernel(NamedTuple):
         """How many blocks run at the same time. A warp's registers are given out by 256."""
         of_a_warp = -(-self.registers * 32 // 256) * 256
         of_an_sm = min(REGISTERS_OF_AN_SM // (of_a_warp * (threads // 32)), 2048 // threads)
-        return select.SMS * of_an_sm
+        return HOPPER.sms * of_an_sm
 
 
 def kernels_in(text: str) -> list[Kernel]:
@@ -65,7 +66,7 @@ def outgrown(kernel: Kernel) -> list[str]:
         f"{kernel.name}: {kernel.registers} registers, {blocks} blocks of {threads} threads"
         for world in worlds
         for threads in THREADS
-        if (blocks := min(256, select.resident_blocks(threads, world))) + 1
+        if (blocks := min(256, select.resident_blocks(threads, world, HOPPER.sms))) + 1
         > kernel.resident(threads)
     ]
 

@@ -9,7 +9,8 @@ import pytest
 from tiers import quick
 
 from jax_intranode._src.native import definitions
-from jax_intranode._src.selection import config, select, table
+from jax_intranode._src.operations import RECORDS
+from jax_intranode._src.selection import config, generations, select, table
 
 WORLDS = range(2, 9)
 # Hardware and process mode: whether one process has all devices.
@@ -126,7 +127,7 @@ def test_the_limit_that_a_reason_names_is_the_limit() -> None:
             assert choose(setup, world, limit + element, dtype, operation).algorithm == "lax"
 
 
-@pytest.mark.parametrize("algorithm", table.PSUM_ALGORITHMS)
+@pytest.mark.parametrize("algorithm", RECORDS["psum"].in_order)
 @pytest.mark.parametrize("setup", SETUPS, ids="-".join)
 def test_forced_algorithm_runs_wherever_it_fits(setup: tuple[str, str], algorithm: str) -> None:
     most = epoch_buffer_bytes(setup[0])
@@ -146,7 +147,7 @@ def test_a_buffer_that_is_a_byte_too_small() -> None:
             ("cpu", "multi"), 4, 1000, dtype, epoch_buffer_bytes=epoch_buffer_bytes, **more
         )
 
-    for algorithm, dtype in itertools.product(table.PSUM_ALGORITHMS, ("float32", "int8")):
+    for algorithm, dtype in itertools.product(RECORDS["psum"].in_order, ("float32", "int8")):
         exact = needed(algorithm, 1000, dtype, 4)
         assert chosen(exact, dtype, algorithm=algorithm).algorithm == algorithm
         cut = chosen(exact - 1, dtype, algorithm=algorithm)
@@ -292,7 +293,7 @@ def test_digest_changes_with_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_hardware_is_found_by_its_name(platform: str, kind: str, hardware: str) -> None:
-    assert table.hardware_of(platform, kind) == hardware
+    assert generations.hardware_of(platform, kind) == hardware
 
 
 def test_group_larger_than_any_measured_falls_back(monkeypatch: pytest.MonkeyPatch) -> None:

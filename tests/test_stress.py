@@ -18,6 +18,7 @@ from stress import calls, chains, run
 from stress.calls import Call
 
 import jax_intranode
+from jax_intranode._src import operations
 from jax_intranode._src.command_line import machine
 
 
@@ -86,8 +87,8 @@ def test_right_and_wrong_values(operation: str, way: str, monkeypatch: pytest.Mo
 def test_order_of_a_sum_is_compared(monkeypatch: pytest.MonkeyPatch) -> None:
     need_devices(4)
     assert chains.run_program(LOOP, 1) == (0, 3 * 4 * 80, 2)
-    in_order = calls.expected_sum
-    monkeypatch.setattr(calls, "expected_sum", lambda parts: in_order(parts[::-1]))
+    in_order = operations.total
+    monkeypatch.setattr(operations, "total", lambda parts: in_order(parts[::-1]))
     wrong, _, first = chains.run_program(LOOP, 1)
     assert wrong > 0 and first == 0
     # Data that do not round have no order.

@@ -75,9 +75,8 @@ class StandIn(sweep.Sweep):
         slow_at: int = 0,
         vanishes: tuple[int, ...] = (),
     ):
-        mesh: Any = argparse.Namespace(
-            devices=argparse.Namespace(flat=[argparse.Namespace(core_count=132)])
-        )
+        device = argparse.Namespace(platform=platform, device_kind="NVIDIA H100 80GB HBM3")
+        mesh: Any = argparse.Namespace(devices=argparse.Namespace(flat=[device]))
         super().__init__(
             settings_of("psum", platform=platform), mesh, 1 << 25, "psum", "bare", math.inf
         )

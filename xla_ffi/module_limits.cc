@@ -67,10 +67,16 @@ void ExportLimits(nb::module_& m) {
       "Packs of each of a number of segments.");
 
   m.attr("MAX_WORLD_SIZE") = kMaxRanks;
+  m.attr("MAX_BLOCKS") = kMaxBlocks;
+  m.attr("MAX_THREADS") = kMaxThreads;
   m.attr("MAX_BUFFERS") = kMaxBuffers;
   m.attr("MAX_PACKS") = kMaxPacks;
   m.attr("PACK_BYTES") = sizeof(Pack);
 
+  m.def(
+      "item_bytes",
+      [](const std::string& dtype) { return ItemBytes(TypeOf(Algorithm::kOneShot, dtype)); },
+      nb::arg("dtype"), "Bytes of an element of a dtype that can be summed.");
   m.def(
       "packet_bytes",
       [](const std::string& algorithm, const std::string& dtype) {

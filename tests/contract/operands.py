@@ -32,7 +32,7 @@ from contract.rows import (
     types_inside,
     under_both,
 )
-from jax_intranode._src.selection import select
+from jax_intranode._src import operations
 
 # Pytrees.
 
@@ -176,7 +176,7 @@ def parts_of_every_dtype(lib: Any) -> Any:
 @row("`all_to_all` of every dtype that `all_gather` takes, and of the float8 dtypes", ACCELERATED)
 def exchange_of_every_dtype(lib: Any) -> Any:
     def body(v: Any) -> Any:
-        copied = {d: v.astype(d) for d in select.EXCHANGED_DTYPES}
+        copied = {d: v.astype(d) for d in operations.EXCHANGED}
         exchanged = lib.all_to_all(copied, "x", 0, 1, tiled=True)
         assert all(r.dtype == d for d, r in exchanged.items())
         small_floats = (d for d in exchanged if d.startswith("float8"))

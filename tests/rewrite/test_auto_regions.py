@@ -11,7 +11,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 import jax_intranode
-from jax_intranode._src.selection import select
+from jax_intranode._src import operations
 
 __all__ = ["not_installed"]
 
@@ -44,7 +44,7 @@ def test_collectives_over_the_manual_axis(vma: bool) -> None:
 
 def test_every_float8_is_exchanged() -> None:
     mesh = two_axes()
-    dtypes = [dtype for dtype in select.EXCHANGED_DTYPES if dtype.startswith("float8")]
+    dtypes = [dtype for dtype in operations.EXCHANGED if dtype.startswith("float8")]
 
     def body(xs: Any) -> Any:
         return [lax.all_to_all(x, "data", 0, 0, tiled=True) for x in xs]

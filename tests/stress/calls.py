@@ -22,9 +22,8 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jax_intranode
-from jax_intranode._src.command_line.bench.oracle import expected_sum
+from jax_intranode._src import operations
 from jax_intranode._src.native import definitions
-from jax_intranode._src.selection import select
 
 FLOATS = ("float32", "bfloat16", "float16", "float64")
 SUMS = ("psum", "psum_scatter")
@@ -116,7 +115,7 @@ class Call:
                 return np.concatenate(parts, self.concat)
             return np.stack([part.squeeze(dimension) for part in parts], self.concat)
         with np.errstate(all="ignore"):
-            total, _ = expected_sum(operands)
+            total = operations.total(operands)
         if self.operation == "psum":
             return total
         part = np.split(total, len(operands), dimension)[rank]
@@ -218,7 +217,7 @@ def random_call(
     elif operation == "all_gather":
         tiled = tiled and bool(shape)
         dimension = choose.integer(0, len(shape) - (1 if tiled else 0))
-    dtype = choose.one_of(select.COPIED_DTYPES if copies else definitions.DTYPES)
+    dtype = choose.one_of(operations.COPIED if copies else definitions.DTYPES)
     has_gradient = dtype in FLOATS
     way = choose.one_of([w for w in ways if has_gradient or w not in ("gradient", "checkpoint")])
     if operation == "all_to_all" and not tiled and way in ("gradient", "checkpoint"):

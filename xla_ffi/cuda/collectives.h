@@ -25,10 +25,6 @@ struct DeviceGroup : Group {
 // Every driver takes kernel parameters of this size.
 static_assert(sizeof(DeviceGroup) + sizeof(InSegments<Buffers>) <= 4096);
 
-// The maximum number of threads of a block. It limits the registers of the kernels. A row of a norm
-// of kMaxHidden elements takes all of them.
-constexpr int kMaxThreads = 512;
-
 // The buffers that a kernel takes: AlignedBuffer, Buffer or Buffers.
 enum class CallKind { kAligned, kAny, kMany };
 

@@ -53,6 +53,9 @@ namespace jax_intranode {
 
 constexpr int kMaxRanks = 8;
 constexpr int kMaxBlocks = 256;
+// The threads of a block on GPUs. It limits the registers of the kernels. A row of a norm of
+// kMaxHidden elements takes all of them.
+constexpr int kMaxThreads = 512;
 constexpr size_t kHeaderBytes = 64 << 10;
 
 struct RegionHeader {

@@ -6,8 +6,9 @@ from dataclasses import dataclass
 
 from jax_intranode._src.group import slabs
 from jax_intranode._src.native import extension
+from jax_intranode._src.operations import COLLECTIVE, of_kind
 from jax_intranode._src.report import explain
-from jax_intranode._src.selection import config, select, table, tuning
+from jax_intranode._src.selection import config, generations, select, tuning
 from jax_intranode._src.selection.overlap import choice, profiles
 from jax_intranode._src.selection.overlap.profiles import GpuFacts, Profile
 from jax_intranode._src.selection.overlap.sizes import Sizes
@@ -33,7 +34,7 @@ class Benefit:
     Attributes:
         operation: the function's name.
         mode: "multi" for one process per device, "single" for one process with all devices.
-        nbytes: bytes of the operand; for psum_scatter of a rank's result. None for matmuls.
+        nbytes: bytes that a rank sends to each peer. None for matmuls.
         shape: m, k and n of the product that a device computes; None for other operations.
         path: the algorithm or the kernel, or "jax.lax".
         reason: why.
@@ -55,15 +56,14 @@ def of_node(
     buffer_bytes = slabs.epoch_buffer_bytes(
         config.get().slab_bytes(platform), extension.module("cpu").HEADER_BYTES
     )
-    for mode, operation, nbytes in itertools.product(
-        _MODES, ("psum", "psum_scatter", "all_gather"), _SIZES[platform]
-    ):
+    operations = [record.name for record in of_kind(COLLECTIVE)]
+    for mode, operation, nbytes in itertools.product(_MODES, operations, _SIZES[platform]):
         chosen = select.select(
             operation,
             nbytes=nbytes,
             dtype=_DTYPES[platform],
             world_size=count,
-            hardware=table.hardware_of(platform, device_kind),
+            hardware=generations.hardware_of(platform, device_kind),
             mode=mode,
             epoch_buffer_bytes=buffer_bytes,
             algorithm=config.get().algorithm,

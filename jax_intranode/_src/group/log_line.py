@@ -5,7 +5,8 @@ from typing import Any
 
 from jax_intranode._src.group import topology as topology_lib
 from jax_intranode._src.native import definitions
-from jax_intranode._src.selection import records, table, tuning
+from jax_intranode._src.operations import COLLECTIVE, HYBRID_CUBE_MESH, of_kind
+from jax_intranode._src.selection import generations, records, table, tuning
 
 
 def describe(rendezvous: Any, hellos: Sequence[dict[str, Any]]) -> str:
@@ -27,19 +28,20 @@ def describe(rendezvous: Any, hellos: Sequence[dict[str, Any]]) -> str:
             if rendezvous.linked
             else f"{fewest} NVLinks between each pair"
         )
-    hardware = table.hardware_of(rendezvous.platform, devices[0].device_kind)
+    hardware = generations.hardware_of(rendezvous.platform, devices[0].device_kind)
     world_size = min(-(-len(devices) // hosts), definitions.MAX_WORLD_SIZE)
     tuned = tuning.rows_for(device.device_kind for device in devices)
     thresholds = []
-    operations = ("psum",) if rendezvous.linked else table.OPERATIONS
-    for operation in operations:
+    for record in of_kind(COLLECTIVE):
+        if rendezvous.linked and HYBRID_CUBE_MESH not in record.algorithms:
+            continue
         rows, _ = table.rows_and_source(
-            hardware, rendezvous.mode, operation, "bare", world_size, tuned
+            hardware, rendezvous.mode, record.name, "bare", world_size, tuned
         )
         upto = {row.algorithm: row.nbytes for row in rows or ()}
         if rendezvous.linked:
-            upto = {"hybrid_cube_mesh": max(upto.values(), default=0)}
-        thresholds += [f"{operation} {name} up to {size} bytes" for name, size in upto.items()]
+            upto = {HYBRID_CUBE_MESH: max(upto.values(), default=0)}
+        thresholds += [f"{record.name} {name} up to {size} bytes" for name, size in upto.items()]
     why = rendezvous.reason_for_no_matmuls
     matmuls = "overlapped" if why is None else f"not overlapped ({why})"
     by = "" if tuned is None else f", by {tuned.by}"

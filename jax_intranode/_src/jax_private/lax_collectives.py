@@ -6,18 +6,7 @@ from typing import Any
 from jax._src import source_info_util
 from jax._src.lax import parallel
 
-# lax's primitives that communicate, and the public function of each.
-_COLLECTIVES = {
-    "psum": "psum",
-    "psum_invariant": "psum",
-    "unreduced_psum": "psum",
-    "reduce_scatter": "psum_scatter",
-    "unreduced_reduce_scatter": "psum_scatter",
-    "all_gather": "all_gather",
-    "all_gather_invariant": "all_gather",
-    "all_gather_reduced": "all_gather",
-    "all_to_all": "all_to_all",
-}
+from jax_intranode._src.operations import of_function, of_lax_primitive
 
 
 def _axes(equation: Any) -> tuple[Any, ...]:
@@ -56,8 +45,8 @@ class LaxCollective:
 
 def lax_collective(equation: Any) -> LaxCollective | None:
     """The collective of jax.lax that an equation is; None for any other equation."""
-    operation = _COLLECTIVES.get(equation.primitive.name)
-    if operation is None:
+    record = of_lax_primitive(equation.primitive.name)
+    if record is None:
         return None
     params, axes = equation.params, _axes(equation)
     if not axes:
@@ -66,7 +55,7 @@ def lax_collective(equation: Any) -> LaxCollective | None:
     # vmap has replaced the names of its axes with numbers.
     named = tuple(axis for axis in axes if not isinstance(axis, int))
     return LaxCollective(
-        operation,
+        record.name,
         named,
         over_vmap=len(named) < len(axes),
         index_groups=params.get("axis_index_groups"),
@@ -79,15 +68,23 @@ def lax_collective(equation: Any) -> LaxCollective | None:
 
 
 # lax's other primitives that communicate, and the public function of each.
-_OTHERS = ("pmax", "pmin", "ppermute", "pbroadcast", "psend", "precv", "ragged_all_to_all")
-_STARTED = _COLLECTIVES | {"pbroadcast": "pbroadcast", "ppermute": "ppermute"}
-_OTHER_COLLECTIVES = {
-    **dict(zip(_OTHERS, _OTHERS, strict=True)),
+_OTHERS = {
+    **{name: name for name in ("pmax", "pmin", "ppermute", "pbroadcast", "psend", "precv")},
+    "ragged_all_to_all": "ragged_all_to_all",
     "unreduced_pmax": "pmax",
     "unreduced_pmin": "pmin",
     "pbroadcast_dynamic": "pbroadcast",
-    **{f"{name}_start": f"{function}_start" for name, function in _STARTED.items()},
 }
+
+
+def _function(primitive: str) -> str | None:
+    """The public function of a primitive that communicates, and is not replaced; or None."""
+    started = primitive.removesuffix("_start")
+    record = of_lax_primitive(started)
+    if record is not None:
+        return None if started == primitive else f"{record.name}_start"
+    function = _OTHERS.get(started)
+    return f"{function}_start" if function and started != primitive else function
 
 
 def other_collective(equation: Any) -> tuple[str, tuple[Any, ...]] | None:
@@ -95,21 +92,21 @@ def other_collective(equation: Any) -> tuple[str, tuple[Any, ...]] | None:
 
     Of those that start an operation and finish it later, it is the one that starts.
     """
-    operation = _OTHER_COLLECTIVES.get(equation.primitive.name)
+    operation = _function(equation.primitive.name)
     if operation is None:
         return None
     named = tuple(axis for axis in _axes(equation) if not isinstance(axis, int))
     return (operation, named) if named else None
 
 
-# The functions of jax.lax that communicate. `pcast` is none: it communicates in its transpose only.
-_FUNCTIONS = frozenset(
-    {
-        *_COLLECTIVES.values(),
-        *_OTHER_COLLECTIVES.values(),
-        *("pmean", "pargmax", "pargmin", "pshuffle", "pswapaxes"),
-    }
-)
+# The functions of jax.lax that communicate and have no record. `pcast` is none: it communicates in
+# its transpose only.
+_FUNCTIONS = {*_OTHERS.values(), "pargmax", "pargmin", "pshuffle", "pswapaxes"}
+
+
+def _communicates(function: str) -> bool:
+    name = function.removesuffix("_start")
+    return name in _FUNCTIONS or of_function(name) is not None
 
 
 def called_function(equation: Any) -> str | None:
@@ -128,6 +125,6 @@ def called_function(equation: Any) -> str | None:
     for frame in frames:
         if source_info_util.is_user_filename(frame.file_name):
             break
-        if frame.file_name == parallel.__file__ and frame.function_name in _FUNCTIONS:
+        if frame.file_name == parallel.__file__ and _communicates(frame.function_name):
             name = frame.function_name  # pmean calls psum: the outermost counts
     return name

@@ -24,6 +24,9 @@ IN_SEGMENTS: tuple[str, ...] = _host.IN_SEGMENTS
 MAX_SEGMENTS: int = _host.MAX_SEGMENTS
 
 MAX_WORLD_SIZE: int = _host.MAX_WORLD_SIZE
+# The blocks of a launch, and the threads of a block, at most.
+MAX_BLOCKS: int = _host.MAX_BLOCKS
+MAX_THREADS: int = _host.MAX_THREADS
 # Buffers of one operation. Each begins with a pack of its own: PACK_BYTES of data.
 MAX_BUFFERS: int = _host.MAX_BUFFERS
 MAX_PACKS: int = _host.MAX_PACKS  # of several buffers together
@@ -56,6 +59,8 @@ PLAN_FIELDS: tuple[str, ...] = _host.PLAN_FIELDS
 
 # Functions. Their arguments have the same names in C++.
 
+# (dtype) -> bytes of an element of a dtype that can be summed.
+item_bytes: Callable[..., int] = _host.item_bytes
 # (algorithm, dtype) -> bytes of the packet in which it sends PACK_BYTES of data.
 packet_bytes: Callable[..., int] = _host.packet_bytes
 # (algorithm, dtype, nbytes, world_size, segments) -> bytes of an epoch buffer that an operation

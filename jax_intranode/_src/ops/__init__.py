@@ -14,6 +14,8 @@ others. No file here imports the package itself. Each imports files below it onl
     column_parallel_matmul, row_parallel_matmul, which choose one of the collective matmuls
 """
 
+from jax_intranode._src import operations
+from jax_intranode._src.native import definitions
 from jax_intranode._src.ops import all_gather as all_gather
 from jax_intranode._src.ops import all_to_all as all_to_all
 from jax_intranode._src.ops import column_parallel_matmul as column_parallel_matmul
@@ -23,3 +25,6 @@ from jax_intranode._src.ops import psum as psum
 from jax_intranode._src.ops import psum_scatter as psum_scatter
 from jax_intranode._src.ops import residual_norm as residual_norm
 from jax_intranode._src.ops import row_parallel_matmul as row_parallel_matmul
+from jax_intranode._src.ops.primitive import BY_OPERATION
+
+operations.check(BY_OPERATION, definitions.OPERATIONS, definitions.DTYPES)

@@ -21,11 +21,13 @@ from jax_intranode._src.group import partition as partition_lib
 from jax_intranode._src.group import rendezvous as rendezvous_lib
 from jax_intranode._src.health import call_sites, counts
 from jax_intranode._src.jax_private import lowering_context, trace_state
+from jax_intranode._src.jax_private.lax_collectives import LaxCollective
 from jax_intranode._src.native import definitions, extension
+from jax_intranode._src.operations import RECORDS
 from jax_intranode._src.ops import fallback
 from jax_intranode._src.ops.lowering_site import LoweringSite
 from jax_intranode._src.ops.primitive import Decision, Operation, OpPrimitive, nbytes
-from jax_intranode._src.selection import config, select, table, tuning
+from jax_intranode._src.selection import config, generations, select, tuning
 
 # The primitives, and the parameters of each.
 
@@ -44,6 +46,11 @@ class Params:
         """What jax.lax computes instead of the primitive."""
         raise NotImplementedError
 
+    @classmethod
+    def of_lax(cls, of: LaxCollective, world_size: int) -> "Params":
+        """The parameters of the operation that takes the place of a collective of jax.lax."""
+        raise NotImplementedError
+
 
 @dataclass(frozen=True)
 class PsumParams(Params):
@@ -58,6 +65,10 @@ class PsumParams(Params):
 
     def by_lax(self, xs: Sequence[Any]) -> list[Any]:
         return lax.psum(list(xs), self.axes)
+
+    @classmethod
+    def of_lax(cls, of: LaxCollective, world_size: int) -> Params:
+        return cls(of.axes, invariant=of.invariant)
 
 
 @dataclass(frozen=True)
@@ -80,6 +91,10 @@ class PsumScatterParams(Params):
             lax.psum_scatter(x, self.axes, scatter_dimension=dimension, tiled=tiled) for x in xs
         ]
 
+    @classmethod
+    def of_lax(cls, of: LaxCollective, world_size: int) -> Params:
+        return cls(of.axes, of.dimension, of.tiled, world_size)
+
 
 @dataclass(frozen=True)
 class AllGatherParams(Params):
@@ -97,6 +112,10 @@ class AllGatherParams(Params):
 
     def by_lax(self, xs: Sequence[Any]) -> list[Any]:
         return [lax.all_gather(x, self.axes, axis=self.axis, tiled=self.tiled) for x in xs]
+
+    @classmethod
+    def of_lax(cls, of: LaxCollective, world_size: int) -> Params:
+        return cls(of.axes, of.dimension, of.tiled, world_size)
 
 
 @dataclass(frozen=True)
@@ -116,11 +135,15 @@ class AllToAllParams(Params):
     def by_lax(self, xs: Sequence[Any]) -> list[Any]:
         return [lax.all_to_all(x, self.axes, self.split, self.concat, tiled=True) for x in xs]
 
+    @classmethod
+    def of_lax(cls, of: LaxCollective, world_size: int) -> Params:
+        return cls(of.axes, of.dimension, of.concat, world_size)
 
-psum_p = OpPrimitive("psum")
-psum_scatter_p = OpPrimitive("psum_scatter")
-all_gather_p = OpPrimitive("all_gather")
-all_to_all_p = OpPrimitive("all_to_all")
+
+psum_p = OpPrimitive("psum", PsumParams)
+psum_scatter_p = OpPrimitive("psum_scatter", PsumScatterParams)
+all_gather_p = OpPrimitive("all_gather", AllGatherParams)
+all_to_all_p = OpPrimitive("all_to_all", AllToAllParams)
 
 
 # Binding.
@@ -225,7 +248,7 @@ def facts_of(mesh: jax.sharding.Mesh) -> dict[str, Any]:
     """What the table's rows depend on besides the operation: see `table.rows_and_source`."""
     device = mesh.devices.flat[0]
     return {
-        "hardware": table.hardware_of(device.platform, device.device_kind),
+        "hardware": generations.hardware_of(device.platform, device.device_kind),
         "mode": agreed.mode_of(mesh.devices.flat),
         "tuned": tuning.rows_for([d.device_kind for d in mesh.devices.flat]),
     }
@@ -352,7 +375,8 @@ def lower_to_call(
         extension.module("cpu").lower_site(site, partition.device_ids, partition.group_size)
     sent = ctx.avals_in if communicated is None else communicated
     counts.lowered(primitive.operation, selected.algorithm, sum(map(nbytes, sent)))
-    results = jax.ffi.ffi_lowering(f"jax_intranode_{primitive.operation}")(ctx, *xs, **attributes)
+    target = RECORDS[primitive.operation].ffi_target
+    results = jax.ffi.ffi_lowering(target)(ctx, *xs, **attributes)
     return lowering_context.called_once(results) if on_gpus else list(results)
 
 
@@ -490,7 +514,9 @@ def register(
             if selected.algorithm == "lax":
                 return lower_to_lax(ctx, primitive, [x], params, selected)
             (result,) = ctx.avals_out
-            parts = aval.update(shape=(params.world_size, *aval.shape))
+            parts = aval
+            if join is not None:
+                parts = aval.update(shape=(params.world_size, *aval.shape))
             if divide is not None:
                 divided = jax.eval_shape(
                     lambda v: divide(v, params), jax.ShapeDtypeStruct(aval.shape, aval.dtype)

@@ -24,6 +24,8 @@ from jax_intranode._src.selection import select
 
 # The operation of each JAX primitive of this package.
 BY_PRIMITIVE: dict[Primitive, "OpPrimitive"] = {}
+# The same by name.
+BY_OPERATION: dict[str, "OpPrimitive"] = {}
 
 
 @dataclass(frozen=True)
@@ -81,11 +83,19 @@ class OpPrimitive:
     set only after tracing. (An eager shard_map sets its mesh while it runs.)
     """
 
-    def __init__(self, operation: str):
+    def __init__(self, operation: str, params: type[Any] | None = None):
+        """Makes both forms.
+
+        Args:
+            operation: the name of its record (operations.py).
+            params: the class of its parameters, if it can replace a collective of jax.lax.
+        """
         self.operation = operation
+        self.params = params
         self.plain = Primitive(f"intranode_{operation}")
         self._over_set_mesh = Primitive(f"intranode_{operation}_over_set_mesh")
         self.decide: Decide
+        BY_OPERATION[operation] = self
         for primitive in (self.plain, self._over_set_mesh):
             BY_PRIMITIVE[primitive] = self
             primitive.multiple_results = True

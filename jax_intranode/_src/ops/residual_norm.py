@@ -249,7 +249,7 @@ def _call(
     )
     x = operands[0]
     reason = matmul_arguments.reason_of_operands(axes, operands, [x])
-    reason = reason or select.unsupported_norm(x.dtype.name, x.shape[-1])
+    reason = reason or select.unsupported_norm(name, x.dtype.name, x.shape[-1])
     if reason is not None:
         with fallback.to_lax(name, reason):
             normed, new_residual = params.by_lax(operands)

@@ -24,6 +24,7 @@ from jax_intranode._src.jax_private import (
     lax_collectives,
     lowering_context,
 )
+from jax_intranode._src.operations import RECORDS
 from jax_intranode._src.ops import fallback, primitive
 from jax_intranode._src.ops.lowering_site import LoweringSite
 from jax_intranode._src.rewrite import mode
@@ -227,13 +228,6 @@ def _calls_of_primitive(
 
 # Calls that fell back to lax while they were traced.
 
-# The collective of each collective matmul.
-_OF_MATMUL = {
-    "all_gather_matmul": "all_gather",
-    "matmul_reduce_scatter": "psum_scatter",
-    "matmul_all_reduce": "psum",
-}
-
 
 def _fallback(equation: Any) -> tuple[str, str, str] | None:
     """The operation, the reason and the source of a call that fell back; None for others."""
@@ -267,7 +261,9 @@ def _calls_of_lax(
     collectives = [(equation, of_lax) for equation, of_lax in found if of_lax is not None]
     for equation, of_lax in collectives:
         avals = [operand.aval for operand in equation.invars]
-        name = operation if _OF_MATMUL.get(operation) == of_lax.operation else of_lax.operation
+        # The collective of a matmul has the matmul's name.
+        contains = RECORDS[operation].collective if operation in RECORDS else None
+        name = operation if contains == of_lax.operation else of_lax.operation
         yield call(equation, name, avals, of_lax.axes, of_lax.index_groups)
     # Over an axis of vmap, lax may compute without a collective.
     if not collectives and fallback.NOT_BOUND in reason and not context.transposed:

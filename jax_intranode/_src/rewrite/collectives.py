@@ -8,18 +8,9 @@ from typing import Any
 from jax.extend.core import Var
 
 from jax_intranode._src.jax_private import equation_kinds, jaxpr_edit, lax_collectives
-from jax_intranode._src.ops.collective import (
-    AllGatherParams,
-    AllToAllParams,
-    Params,
-    PsumParams,
-    PsumScatterParams,
-    all_gather_p,
-    all_to_all_p,
-    psum_p,
-    psum_scatter_p,
-)
-from jax_intranode._src.ops.primitive import OpPrimitive
+from jax_intranode._src.operations import RECORDS
+from jax_intranode._src.ops.collective import Params
+from jax_intranode._src.ops.primitive import BY_OPERATION, OpPrimitive
 from jax_intranode._src.rewrite.body import Body
 from jax_intranode._src.selection import select
 
@@ -48,7 +39,10 @@ def choose(equation: Any, body: Body) -> Choice | None:
         (body.reason, True) if body.reason else _left_as_it_is(equation, collective, body)
     )
     if found is None:
-        choice = _operation(collective, body)
+        primitive = BY_OPERATION[collective.operation]
+        assert primitive.params is not None  # the record names lax's primitives
+        params = primitive.params.of_lax(collective, _world_size(collective.axes, body))
+        choice = Choice(primitive, params)
         key = choice, *((v.aval.shape, v.aval.dtype) for v in equation.invars)
         if key not in body.chosen:
             body.chosen[key] = _left_by_selection(equation, choice, body) or choice
@@ -89,18 +83,6 @@ def _left_as_it_is(
     return None
 
 
-def _operation(collective: lax_collectives.LaxCollective, body: Body) -> Choice:
-    axes, dimension, tiled = collective.axes, collective.dimension, collective.tiled
-    if collective.operation == "psum":
-        return Choice(psum_p, PsumParams(axes, invariant=collective.invariant))
-    if collective.operation == "all_gather":
-        return Choice(all_gather_p, AllGatherParams(axes, dimension, tiled, collective.size))
-    if collective.operation == "all_to_all":
-        size = _world_size(axes, body)
-        return Choice(all_to_all_p, AllToAllParams(axes, dimension, collective.concat, size))
-    return Choice(psum_scatter_p, PsumScatterParams(axes, dimension, tiled, collective.size))
-
-
 def _world_size(axes: tuple[str, ...], body: Body) -> int:
     mesh = body.site.mesh
     assert mesh is not None  # or there would be a reason to leave all collectives
@@ -119,12 +101,23 @@ def _left_by_selection(equation: Any, choice: Choice, body: Body) -> Left | None
     return None
 
 
+def is_sum(collective: lax_collectives.LaxCollective) -> bool:
+    """Whether it is an all-reduce or a reduce-scatter that adds."""
+    return RECORDS[collective.operation].reduction == "sum"
+
+
+def is_gather(collective: lax_collectives.LaxCollective) -> bool:
+    """Whether every rank gets the whole operands of all, and nothing else."""
+    record = RECORDS[collective.operation]
+    return record.gathers and not record.divides and record.reduction is None
+
+
 def collective_of(equation: Any, body: Body) -> lax_collectives.LaxCollective | None:
-    """The collective of one array that an equation is, if it can be part of another operation."""
+    """The sum or all-gather of one array that an equation is, if it may be part of another one."""
     found = lax_collectives.lax_collective(equation)
     if (
         found is None
-        or found.operation == "all_to_all"
+        or not (is_sum(found) or is_gather(found))
         or len(equation.invars) > 1
         or not isinstance(equation.invars[0], Var)
         or _left_as_it_is(equation, found, body) is not None

@@ -16,6 +16,7 @@ from jax_intranode._src.ops.collective_matmul import (
 )
 from jax_intranode._src.ops.primitive import nbytes
 from jax_intranode._src.rewrite import dataflow, views
+from jax_intranode._src.rewrite.collectives import is_gather
 from jax_intranode._src.rewrite.dataflow import Dataflow
 from jax_intranode._src.rewrite.fusion import Fusion, Layout, Operation
 from jax_intranode._src.rewrite.matrices import (
@@ -38,7 +39,7 @@ def fusions(
 ) -> Iterator[Iterator[Fusion]]:
     """For each all-gather, what it may become."""
     uses: dict[int, list[Product]] = defaultdict(list)
-    gathers = {p: c for p, c in collectives.items() if c.operation == "all_gather"}
+    gathers = {p: c for p, c in collectives.items() if is_gather(c)}
     if not gathers:
         return
     for matmul in flow.matmuls.values():

@@ -12,6 +12,7 @@ from typing import Any
 from jax.extend.core import Var
 
 from jax_intranode._src.jax_private import equation_kinds, jaxpr_edit, lax_collectives
+from jax_intranode._src.operations import NORM, RECORDS, of_kind
 from jax_intranode._src.ops import norm_rules
 from jax_intranode._src.ops.lowering_site import LoweringSite
 from jax_intranode._src.rewrite import rows
@@ -46,14 +47,15 @@ def rewrite(equations: Sequence[Any], results: Sequence[Any], body: Body) -> Seq
 
 def may_be_normed(x: Any, collective: lax_collectives.LaxCollective, site: LoweringSite) -> bool:
     """Whether a sum of x is one of rows that our kernels take, and is faster with some norm."""
-    if collective.operation == "psum_scatter":
-        if not collective.tiled or collective.dimension == x.ndim - 1:
-            return False
-    elif collective.operation != "psum":
+    of_sum = [record for record in of_kind(NORM) if record.collective == collective.operation]
+    if not of_sum or x.ndim < 1:
         return False
-    if x.ndim < 1 or select.unsupported_norm(x.dtype.name, x.shape[-1]) is not None:
+    scatters = RECORDS[collective.operation].divides
+    if scatters and (not collective.tiled or collective.dimension == x.ndim - 1):
         return False
-    kinds = ("rms_norm", "layer_norm")
+    if select.unsupported_norm(of_sum[0].name, x.dtype.name, x.shape[-1]) is not None:
+        return False
+    kinds = [record.norm or "" for record in of_sum]
     candidates = (_params(rows.Norm(kind, 0.0, None, 0.0, None), collective) for kind in kinds)
     return any(norm_rules.is_faster(site, x, params) for params in candidates)
 
@@ -64,7 +66,7 @@ def _params(norm: rows.Norm, collective: lax_collectives.LaxCollective) -> norm_
         norm.kind,
         norm.eps,
         norm.weight_offset,
-        collective.dimension if collective.operation == "psum_scatter" else None,
+        collective.dimension if RECORDS[collective.operation].divides else None,
         collective.size,
         invariant=collective.invariant,
     )

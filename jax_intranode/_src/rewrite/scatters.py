@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from jax_intranode._src.jax_private import equation_kinds, lax_collectives
+from jax_intranode._src.operations import RECORDS
 from jax_intranode._src.ops.collective_matmul import (
     AllReduceMatmulParams,
     GradientParams,
@@ -17,6 +18,7 @@ from jax_intranode._src.ops.collective_matmul import (
 )
 from jax_intranode._src.ops.primitive import nbytes
 from jax_intranode._src.rewrite import dataflow, views
+from jax_intranode._src.rewrite.collectives import is_sum
 from jax_intranode._src.rewrite.dataflow import Dataflow, Matmul
 from jax_intranode._src.rewrite.fusion import Fusion, Layout, Operation
 from jax_intranode._src.rewrite.matrices import (
@@ -50,7 +52,7 @@ def fusions(
 ) -> Iterator[Iterator[Fusion]]:
     """For each reduce-scatter and all-reduce, what it may become."""
     for position, collective in collectives.items():
-        if collective.operation == "all_gather":
+        if not is_sum(collective):
             continue
         path: list[int] = []
         summands = _summands(flow, flow.equations[position].invars[0], path)
@@ -129,7 +131,7 @@ class _Sum:
         self.path = path
         equation = flow.equations[position]
         (self.total,), (self.result,) = equation.invars, equation.outvars
-        self.scatters = collective.operation == "psum_scatter"
+        self.scatters = RECORDS[collective.operation].divides
         self.size = collective.size
         self.transposed = any(
             equation_kinds.permutation(flow.equations[p]) is not None for p in path

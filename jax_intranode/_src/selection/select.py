@@ -8,25 +8,8 @@ import hashlib
 from dataclasses import dataclass
 
 from jax_intranode._src.native import definitions
-from jax_intranode._src.selection import table
-
-# The dtypes that can be gathered: an all-gather copies and doesn't sum.
-COPIED_DTYPES = (*definitions.DTYPES, "bool", "int16", "uint16", "complex64", "complex128")
-# The dtypes that can be exchanged. Those of less than a byte are packed, and fall back.
-EXCHANGED_DTYPES = (
-    *COPIED_DTYPES,
-    *("float8_e3m4", "float8_e4m3", "float8_e4m3b11fnuz", "float8_e4m3fn", "float8_e4m3fnuz"),
-    *("float8_e5m2", "float8_e5m2fnuz", "float8_e8m0fnu"),
-)
-# The dtypes of overlapped matmuls.
-_MULTIPLIED_DTYPES = ("bfloat16", "float16")
-_DTYPES_OF = {
-    "all_gather": COPIED_DTYPES,
-    "all_to_all": EXCHANGED_DTYPES,
-    "all_gather_matmul": _MULTIPLIED_DTYPES,
-    "matmul_reduce_scatter": _MULTIPLIED_DTYPES,
-}
-
+from jax_intranode._src.operations import HYBRID_CUBE_MESH, RECORDS
+from jax_intranode._src.selection import generations, table
 
 # Why lax runs an operation. JAX_INTRANODE_STRICT=1 tells these apart.
 NOT_FASTER = "not faster"  # nothing is sent, or no algorithm is faster, or none that was asked for
@@ -34,19 +17,14 @@ UNSUPPORTED = "unsupported"  # this package has no algorithm for it
 REFUSED = "refused"  # an algorithm was wanted and could not be used
 
 
-# The SMs of an H100 or H200. A constant, because all ranks must launch alike.
-SMS = 132
 # The threads for whose registers an SM has room, if each has as many as the compiler may give it: a
 # 512th of an SM's, 128. Threads of kernels for 2 and 4 ranks have half as many.
 _RESIDENT_THREADS = 512
 
-# The algorithm of a psum on a hybrid cube mesh, and the topology's name.
-HYBRID_CUBE_MESH = "hybrid_cube_mesh"
-
 
 def digest() -> str:
     """Identifies the tables. Ranks with different tables would select different algorithms."""
-    text = repr((table.TABLE, table.GENERATIONS))
+    text = repr((table.TABLE, generations.GENERATIONS))
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
@@ -77,7 +55,7 @@ class Selection:
 
 def unsupported_dtype(operation: str, dtype: str) -> str | None:
     """Why an operation falls back to jax.lax for a dtype; None if it need not."""
-    dtypes = _DTYPES_OF.get(operation, definitions.DTYPES)
+    dtypes = RECORDS[operation].dtypes
     return None if dtype in dtypes else f"dtype {dtype}; supported are {', '.join(dtypes)}"
 
 
@@ -101,7 +79,11 @@ def static_reason(
             f"a group of {world_size} ranks; at most {definitions.MAX_WORLD_SIZE} are supported",
             UNSUPPORTED,
         )
-    unsupported = unsupported_norm(dtype, hidden) if hidden else unsupported_dtype(operation, dtype)
+    unsupported = (
+        unsupported_norm(operation, dtype, hidden)
+        if hidden
+        else unsupported_dtype(operation, dtype)
+    )
     return None if unsupported is None else _lax(unsupported, UNSUPPORTED)
 
 
@@ -122,12 +104,11 @@ def select(
     """Selects the algorithm of an operation.
 
     Args:
-        operation: "psum", "psum_scatter", "all_gather" or "all_to_all".
-        nbytes: bytes that a rank sends to each peer: those of its operand; for psum_scatter of its
-            result; for all_to_all of a part of its operand.
+        operation: the name of a collective's record.
+        nbytes: bytes that a rank sends to each peer (`Record.bytes_per_peer`).
         dtype: name of its dtype.
         world_size: number of ranks in the group.
-        hardware: "cpu", or the generation of the GPUs (`table.hardware_of`).
+        hardware: "cpu", or the generation of the GPUs (`generations.hardware_of`).
         mode: "single" if one process has all devices of the mesh, else "multi".
         epoch_buffer_bytes: bytes of each of a region's two epoch buffers.
         algorithm: "auto", or the one to use wherever it fits.
@@ -150,7 +131,7 @@ def select(
     if rows is None:
         return _lax(f"no group of {world_size} ranks or more has been measured")
     if topology == HYBRID_CUBE_MESH:
-        if operation != "psum":
+        if HYBRID_CUBE_MESH not in RECORDS[operation].algorithms:
             return _lax(f"{operation} on a hybrid cube mesh: only psum has kernels", UNSUPPORTED)
         if algorithm != "auto":
             return _lax(
@@ -162,13 +143,13 @@ def select(
         rows = tuple(dataclasses.replace(row, algorithm=HYBRID_CUBE_MESH) for row in rows)
         source = f"{source[:-1]}, all of them linked)"
         segment_bytes = 0  # as the algorithms above
-    if operation != "psum":
-        algorithm = "auto"  # there is only one
+    if algorithm not in RECORDS[operation].algorithms:
+        algorithm = "auto"  # the setting is for other operations
     if algorithm == "auto":
         fitting = [row for row in rows if nbytes <= row.nbytes]
 
         def fits(row: table.Row) -> bool:
-            return launch(row, dtype, nbytes, world_size, epoch_buffer_bytes) is not None
+            return launch(row, dtype, nbytes, world_size, epoch_buffer_bytes, hardware) is not None
 
         if segment_bytes and not (fitting and fits(fitting[0])):
             rows = rows or table.rows(hardware, mode, operation, packets, world_size)
@@ -188,7 +169,7 @@ def select(
     forced = algorithm != "auto"
     if forced and not row.segment_bytes:  # for any size
         row = dataclasses.replace(row, segment_bytes=segment_bytes or nbytes)
-    launched = launch(row, dtype, nbytes, world_size, epoch_buffer_bytes)
+    launched = launch(row, dtype, nbytes, world_size, epoch_buffer_bytes, hardware)
     if launched is None:
         needed = definitions.epoch_buffer_bytes_needed(row.algorithm, dtype, nbytes, world_size, 1)
         return _lax(
@@ -205,7 +186,12 @@ def select(
 
 
 def launch(
-    row: table.Row, dtype: str, nbytes: int, world_size: int, epoch_buffer_bytes: int
+    row: table.Row,
+    dtype: str,
+    nbytes: int,
+    world_size: int,
+    epoch_buffer_bytes: int,
+    hardware: str,
 ) -> tuple[int, int] | None:
     """How a row of the table runs an operation.
 
@@ -219,18 +205,18 @@ def launch(
     work = definitions.segment_packs(row.algorithm, packs, world_size, segments)
     if row.algorithm == "two_shot":
         work = -(-work // world_size)
-    most = resident_blocks(row.threads, world_size)
+    most = resident_blocks(row.threads, world_size, generations.of_hardware(hardware).sms)
     return segments, max(1, min(row.blocks, most, -(-work // row.threads)))
 
 
-def resident_blocks(threads: int, world_size: int) -> int:
+def resident_blocks(threads: int, world_size: int, sms: int) -> int:
     """How many blocks of a collective run at the same time, beside the one that checks it.
 
     Those beyond would send only when the first ones have ended. It is the same for all kernels of a
     group, because ranks whose buffers are aligned and others must launch alike.
     tests/test_kernel_registers.py compares it with the registers of the kernels.
     """
-    return SMS * (_RESIDENT_THREADS * (2 if world_size in (2, 4) else 1) // threads) - 1
+    return sms * (_RESIDENT_THREADS * (2 if world_size in (2, 4) else 1) // threads) - 1
 
 
 def _in_segments(row: table.Row, world_size: int, segment_bytes: int) -> table.Row:
@@ -239,7 +225,7 @@ def _in_segments(row: table.Row, world_size: int, segment_bytes: int) -> table.R
     Between two ranks one-shot sends as many bytes as two-shot, and in one hop.
     """
     algorithm = row.algorithm
-    if algorithm in table.PSUM_ALGORITHMS:
+    if algorithm in ("one_shot", "two_shot"):
         algorithm = "one_shot" if world_size == 2 else "two_shot"
     return dataclasses.replace(row, algorithm=algorithm, segment_bytes=segment_bytes)
 
@@ -268,21 +254,10 @@ def _segments(
     return segments
 
 
-# The dtypes of norms: those that travel in bare packets.
-NORM_DTYPES = tuple(
-    dtype
-    for dtype in definitions.DTYPES
-    if definitions.packet_bytes("one_shot", dtype) == definitions.PACK_BYTES
-)
-# Threads of a block that works on a row, at most (xla_ffi/cuda/collectives.h).
-_MOST_ROW_THREADS = 512
-_MOST_BLOCKS = 256
-
-
-def unsupported_norm(dtype: str, hidden: int) -> str | None:
+def unsupported_norm(operation: str, dtype: str, hidden: int) -> str | None:
     """Why a norm falls back to jax.lax; None if it need not."""
-    if dtype not in NORM_DTYPES:
-        return f"dtype {dtype}; supported are {', '.join(NORM_DTYPES)}"
+    if reason := unsupported_dtype(operation, dtype):
+        return reason
     if hidden > definitions.MAX_HIDDEN:
         return f"rows of {hidden} elements; up to {definitions.MAX_HIDDEN} are supported"
     return None
@@ -311,28 +286,23 @@ def select_norm(
         return static
     if algorithm == "lax":
         return _lax("JAX_INTRANODE_ALGORITHM=lax")
-    packs = -(-hidden * (4 if dtype == "float32" else 2) // definitions.PACK_BYTES)
+    record = RECORDS[operation]
+    packs = -(-hidden * definitions.item_bytes(dtype) // definitions.PACK_BYTES)
     nbytes = rows * packs * definitions.PACK_BYTES
-    kind = "layer_norm" if operation.endswith("layer_norm") else "rms_norm"
     reason = f"{rows} rows of {hidden} {dtype} among {world_size} ranks"
-    if operation.startswith("psum_scatter"):
-        candidates = ["reduce_scatter"]
-    else:
+    candidates = record.algorithms
+    if len(candidates) > 1:
         where = hardware, mode, operation, "bare", world_size
         own, _ = table.rows_and_source(*where, tuned)
-        measured = own or table.rows(hardware, mode, "psum", "bare", world_size)
-        fitting = [
-            row.algorithm.removesuffix(f"_{kind}")
-            for row in measured
-            if nbytes <= row.nbytes and not row.segment_bytes
-        ]
+        measured = own or table.rows(hardware, mode, record.collective or "", "bare", world_size)
+        fitting = [row for row in measured if nbytes <= row.nbytes and not row.segment_bytes]
+        first = fitting[0].algorithm if fitting else "two_shot"
         if algorithm != "auto":
-            fitting = [algorithm]
+            first = algorithm
             reason = f"JAX_INTRANODE_ALGORITHM={algorithm}"
-        first = (fitting or ["two_shot"])[0]
-        candidates = [first, *(a for a in table.PSUM_ALGORITHMS if a != first)]
-    for candidate in candidates:
-        name = f"{candidate}_{kind}"
+        first = f"{first.removesuffix(f'_{record.norm}')}_{record.norm}"
+        candidates = (first, *(name for name in candidates if name != first))
+    for name in candidates:
         most = definitions.norm_rows_per_operation(
             name, dtype, hidden, world_size, epoch_buffer_bytes
         )
@@ -341,10 +311,10 @@ def select_norm(
         at_once = min(rows, most)
         if at_once < rows:
             reason += f", in {-(-rows // at_once)} operations"
-        if candidate == "two_shot":
+        if name.startswith("two_shot"):
             at_once = -(-at_once // world_size)
-        threads = max(32, min(_MOST_ROW_THREADS, 1 << (packs - 1).bit_length()))
-        return Selection(name, reason, min(at_once, _MOST_BLOCKS), threads)
+        threads = max(32, min(definitions.MAX_THREADS, 1 << (packs - 1).bit_length()))
+        return Selection(name, reason, min(at_once, definitions.MAX_BLOCKS), threads)
     return _lax(
         f"rows of {packs * definitions.PACK_BYTES} bytes among {world_size} ranks do not fit an "
         f"epoch buffer, which has {epoch_buffer_bytes} bytes; JAX_INTRANODE_SLAB_MIB sets its size",

@@ -7,8 +7,8 @@ import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-# The algorithms of a psum.
-PSUM_ALGORITHMS = ("one_shot", "two_shot")
+from jax_intranode._src.operations import RECORDS
+from jax_intranode._src.selection.generations import HOPPER, Generation, of_hardware
 
 
 @dataclass(frozen=True)
@@ -16,8 +16,7 @@ class Row:
     """Up to `nbytes`, use `algorithm` with at most `blocks` blocks of `threads` threads.
 
     Attributes:
-        nbytes: bytes of a rank's operand; for psum_scatter of its result, and for all_to_all of
-            what it sends to each peer.
+        nbytes: bytes that a rank sends to each peer (`operations.Record.bytes_per_peer`).
         algorithm: one of definitions.ALGORITHMS.
         threads: threads per block.
         blocks: the largest number of blocks.
@@ -209,43 +208,24 @@ TABLE: dict[tuple[str, str, str, str, int], tuple[Row, ...]] = {
     for (packets, world), rows in by_world.items()
 }
 
-# The GPUs of each generation, by a word of their device kind. Generations without rows of their own
-# use Hopper's.
-GENERATIONS = {
-    "ampere": ("A100", "A800", "A30", "A40"),
-    "hopper": ("H100", "H200", "H800", "H20", "GH200"),
-    "blackwell": ("B100", "B200", "B300", "GB200", "GB300"),
-}
-
-# The device on which the rows were measured, by hardware.
-_MEASURED_ON = {"hopper": "Hopper GPUs", "cpu": "2 CPU cores"}
-
-
 # The operations that have rows.
 OPERATIONS = tuple(dict.fromkeys(operation for _, _, operation, _, _ in TABLE))
-
-
-def hardware_of(platform: str, device_kind: str) -> str:
-    """The hardware by which the table knows a device: "cpu", a generation, or "gpu".
-
-    It compares whole words of the device kind: "NVIDIA H20" is no "NVIDIA H200".
-    """
-    if platform == "cpu":
-        return "cpu"
-    words = device_kind.replace("-", " ").split()
-    for generation, names in GENERATIONS.items():
-        if any(word in names for word in words):
-            return generation
-    return "gpu"
 
 
 def rows(
     hardware: str, mode: str, operation: str, packets: str, world_size: int
 ) -> tuple[Row, ...]:
     """The shipped rows for a group: none if no group of this size or larger was measured."""
-    where = (_with_rows(hardware), mode, operation, packets)
+    name = hardware if hardware == "cpu" else _with_rows(hardware).name
+    where = (name, mode, operation, packets)
     sizes = [key[4] for key in TABLE if key[:4] == where and key[4] >= world_size]
-    return TABLE[*where, min(sizes)] if sizes else ()
+    if sizes:
+        return TABLE[*where, min(sizes)]
+    like = RECORDS[operation].like
+    if like is None:
+        return ()
+    found = rows(hardware, mode, like, packets, world_size)
+    return tuple(dataclasses.replace(row, measured=False) for row in found)
 
 
 def rows_and_source(
@@ -269,8 +249,11 @@ def rows_and_source(
     shipped = rows(hardware, mode, operation, packets, world_size)
     if shipped and not shipped[-1].measured:
         return shipped, "(not measured)"
-    return shipped or None, f"(measured on {_MEASURED_ON[_with_rows(hardware)]})"
+    measured_on = "2 CPU cores" if hardware == "cpu" else _with_rows(hardware).measured_on
+    return shipped or None, f"(measured on {measured_on})"
 
 
-def _with_rows(hardware: str) -> str:
-    return hardware if any(key[0] == hardware for key in TABLE) else "hopper"
+def _with_rows(hardware: str) -> Generation:
+    """The generation whose rows GPUs use."""
+    found = of_hardware(hardware)
+    return HOPPER if found.measured_on is None else found

@@ -122,14 +122,16 @@ def _selected(
     operation: Operation, mesh: Mesh, counts: list[int], dtype: np.dtype[Any]
 ) -> list[select.Selection]:
     """Returns the selection for each collective of our call on leaves of these sizes."""
-    if operation.steps == ("psum",):
+    if operation.steps[0].takes_many:
         shapes = [(count,) for count in counts]
         return [chosen for _, chosen in operations(mesh, ("x",), shapes, dtype)]
     selected = []
     for count in counts:
-        part = (count if operation.operand_is_part else count // mesh.size) * dtype.itemsize
+        nbytes = count * dtype.itemsize
         for step in operation.steps:
-            selected.append(collective.chooser(step, mesh, ("x",), dtype)(part))
+            part = step.bytes_per_peer(nbytes, mesh.size)
+            selected.append(collective.chooser(step.name, mesh, ("x",), dtype)(part))
+            nbytes = part * (mesh.size if step.gathers else 1)
     return selected
 
 
@@ -251,10 +253,7 @@ def measure_in_graph(
         us, data = _run_in_graph(settings, mesh, chosen, data)
         times = timing.of_slowest(f"{label}/graph/{step}", *us)
         p50, p99, spread = p50 + times.p50, p99 + times.p99, max(spread, times.spread)
-    wrong = sum(
-        oracle.count_wrong(got, right.expected[right.part(rank, len(got))], None)
-        for rank, got in data.items()
-    )
+    wrong = sum(oracle.count_wrong(got, right.expected[rank], None) for rank, got in data.items())
     return timing.Times(p50, p99, spread), all_ranks.total(f"{label}/graph/wrong", wrong)
 
 

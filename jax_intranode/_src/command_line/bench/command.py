@@ -20,6 +20,7 @@ from jax_intranode._src.command_line.bench.settings import Settings
 from jax_intranode._src.command_line.launcher import runs
 from jax_intranode._src.command_line.options import WrongInput
 from jax_intranode._src.native import definitions
+from jax_intranode._src.operations import RECORDS
 from jax_intranode._src.selection import config
 from jax_intranode._src.selection.overlap.plan import describe_fields as describe_plan_fields
 from jax_intranode._src.selection.overlap.plan import parse as parse_plan
@@ -194,7 +195,7 @@ def _check(arguments: argparse.Namespace, devices: int) -> None:
         raise WrongInput(f"{names} are for {', '.join(MATMULS)}, not for {name}")
     elif arguments.settle is not None and name in OPERATIONS:
         raise WrongInput(f"--settle is for collective matmuls, not for {name}")
-    elif arguments.leaves > 1 and name in ("psum_scatter", "all_gather", "all_to_all"):
+    elif arguments.leaves > 1 and name in RECORDS and not RECORDS[name].takes_many:
         raise WrongInput(f"--leaves: {name} is measured with one array")
     if name == "pmean":
         integers = [d for d in arguments.datatype if jnp.issubdtype(jnp.dtype(d), jnp.integer)]

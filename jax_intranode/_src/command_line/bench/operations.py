@@ -1,50 +1,59 @@
 """What can be measured: collectives and collective matmuls, their calls and transfers."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 from jax import lax
 
 import jax_intranode
+from jax_intranode._src.operations import COLLECTIVE, RECORDS, Record, of_kind
 
 # Collectives.
 
 
 @dataclass(frozen=True)
 class Operation:
-    """A collective, or two of them in a row.
+    """A collective or a norm, or several in a row.
 
     As in nccl-tests, a size is the number of bytes of the operand or of the result, whichever is
     larger.
 
     Attributes:
         call: from a library (ours or jax.lax) and a list of arrays to a list of arrays.
-        steps: the names of the collectives in select.py.
-        operand_is_part: the operand has 1/n of the elements in the size.
-        result_is_part: the result has 1/n of them: the part with the rank's number.
+        steps: their records.
         is_mean: the sum is divided by n.
-        exchanges: the result has the parts with the rank's number of all operands.
     """
 
     call: Callable[[Any, list[Any]], list[Any]]
-    steps: tuple[str, ...]
-    operand_is_part: bool = False
-    result_is_part: bool = False
+    steps: tuple[Record, ...]
     is_mean: bool = False
-    exchanges: bool = False
+
+    @property
+    def _growth(self) -> int:
+        """The power of n by which the result is larger than the operand."""
+        return sum(step.gathers - step.divides for step in self.steps)
+
+    @property
+    def operand_is_part(self) -> bool:
+        """Whether the operand has 1/n of the elements in the size."""
+        return self._growth > 0
+
+    @property
+    def result_is_part(self) -> bool:
+        """Whether the result has 1/n of the elements in the size: the part of the rank's number."""
+        return self._growth < 0
 
     @property
     def sums(self) -> bool:
         """Whether elements of different ranks are added."""
-        return self.steps not in (("all_gather",), ("all_to_all",))
+        return any(step.reduction for step in self.steps)
 
     @property
     def divides(self) -> bool:
         """Whether the operand is divided among the ranks."""
-        return self.exchanges or "psum_scatter" in self.steps
+        return self.steps[0].divides
 
     def operand_count(self, count: int, n: int) -> int:
         """Returns the number of elements of a device's operand, given that of the size."""
@@ -52,41 +61,38 @@ class Operation:
 
     def bus_factor(self, n: int) -> float:
         """Returns busbw / algbw. The bus bandwidth compares with a link's speed for any n."""
-        passes = 1 if self.operand_is_part or self.result_is_part or self.exchanges else 2
+        passes = sum(1 if step.divides or step.gathers else 2 for step in self.steps)
         return passes * (n - 1) / n
 
 
-def _psum_scatter(library: Any, xs: list[Any]) -> Any:
-    return library.psum_scatter(xs, "x", tiled=True)
+def _call(steps: Sequence[Record]) -> Callable[[Any, list[Any]], list[Any]]:
+    """Calls one after the other.
+
+    The barriers keep XLA from merging operations: psum_scatter and all_gather into an all-reduce,
+    or an all_gather with a slice of its result.
+    """
+
+    def call(library: Any, xs: list[Any]) -> list[Any]:
+        for step in steps:
+            assert step.call is not None  # all collectives have one
+            xs = step.call(library, xs)
+            if step.gathers or len(steps) > 1:
+                xs = jax.lax.optimization_barrier(xs)
+        return xs
+
+    return call
 
 
-def _all_gather(library: Any, xs: Any) -> Any:
-    return library.all_gather(xs, "x", tiled=True)
+def _operations() -> Iterator[tuple[str, Operation]]:
+    for record in of_kind(COLLECTIVE):
+        yield record.name, Operation(_call([record]), (record,))
+    psum = RECORDS["psum"]
+    yield "pmean", Operation(lambda library, xs: library.pmean(xs, "x"), (psum,), is_mean=True)
+    in_two = RECORDS["psum_scatter"], RECORDS["all_gather"]
+    yield "+".join(step.name for step in in_two), Operation(_call(in_two), in_two)
 
 
-# The barriers keep XLA from merging operations: psum_scatter and all_gather into an all-reduce, or
-# an all_gather with a slice of its result.
-OPERATIONS = {
-    "psum": Operation(lambda library, xs: library.psum(xs, "x"), ("psum",)),
-    "pmean": Operation(lambda library, xs: library.pmean(xs, "x"), ("psum",), is_mean=True),
-    "psum_scatter": Operation(_psum_scatter, ("psum_scatter",), result_is_part=True),
-    "all_gather": Operation(
-        lambda library, xs: jax.lax.optimization_barrier(_all_gather(library, xs)),
-        ("all_gather",),
-        operand_is_part=True,
-    ),
-    "all_to_all": Operation(
-        lambda library, xs: library.all_to_all(xs, "x", 0, 0, tiled=True),
-        ("all_to_all",),
-        exchanges=True,
-    ),
-    "psum_scatter+all_gather": Operation(
-        lambda library, xs: _all_gather(
-            library, jax.lax.optimization_barrier(_psum_scatter(library, xs))
-        ),
-        ("psum_scatter", "all_gather"),
-    ),
-}
+OPERATIONS = dict(_operations())
 
 
 # Collective matmuls.
@@ -115,6 +121,10 @@ class Result(NamedTuple):
     summed: bool = False
     part: bool = False
     rounded: bool = False
+
+
+def _gathered(x: Any) -> Any:
+    return lax.all_gather(x, "x", tiled=True)
 
 
 @dataclass(frozen=True)
@@ -169,8 +179,8 @@ _PART_OF_SUM = Result(summed=True, part=True, rounded=True)
 MATMULS = {
     "all_gather_matmul": Matmul(
         ours=lambda x, w: jax_intranode.all_gather_matmul(x, w, "x"),
-        lax=lambda x, w: _all_gather(lax, x) @ w,
-        whole_x=partial(_all_gather, lax),
+        lax=lambda x, w: _gathered(x) @ w,
+        whole_x=_gathered,
         whole_cotangent=lambda ct: ct,
         forward=_LOCAL,
         backward=(_PART_OF_SUM, _LOCAL),
@@ -179,7 +189,7 @@ MATMULS = {
         ours=lambda x, w: jax_intranode.matmul_reduce_scatter(x, w, "x"),
         lax=lambda x, w: lax.psum_scatter(x @ w, "x", tiled=True),
         whole_x=lambda x: x,
-        whole_cotangent=partial(_all_gather, lax),
+        whole_cotangent=_gathered,
         forward=_PART_OF_SUM,
         backward=(_LOCAL, _LOCAL),
     ),

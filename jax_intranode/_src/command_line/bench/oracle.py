@@ -7,7 +7,7 @@ compared with float64 on the host, which would take too long for all of them.
 
 import functools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -20,6 +20,7 @@ import jax_intranode
 from jax_intranode._src.command_line.bench import timing
 from jax_intranode._src.command_line.bench.operations import Matmul, Operation, Result, Shape
 from jax_intranode._src.command_line.launcher import all_ranks
+from jax_intranode._src.operations import accumulator
 
 # Collectives.
 
@@ -31,34 +32,7 @@ def random_shard(rank: int, size: int, dtype: np.dtype[Any]) -> np.ndarray:
     if jnp.issubdtype(dtype, jnp.integer):
         info = np.iinfo(dtype)
         return generator.integers(info.min, info.max, count, dtype=dtype, endpoint=True)
-    accumulator = _accumulator(dtype)
-    return (generator.random(count, dtype=accumulator) * 2 - 1).astype(dtype)
-
-
-def _accumulator(dtype: np.dtype[Any]) -> np.dtype[Any]:
-    """Returns the dtype in which sums of this dtype are accumulated."""
-    if jnp.issubdtype(dtype, jnp.integer) or dtype == np.float64:
-        return dtype
-    return np.dtype(np.float32)
-
-
-def expected_sum(shards: Iterable[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
-    """Computes the bits that a psum must return.
-
-    The sum starts from rank 0's value, adds the others in rank order, and is rounded once.
-
-    Returns:
-        The result, and the sum of the absolute values. The error bound of a sum in another order is
-        proportional to the latter.
-    """
-    iterator = iter(shards)
-    first = next(iterator)
-    total = first.astype(_accumulator(first.dtype))
-    magnitude = np.abs(first.astype(np.float64))
-    for shard in iterator:
-        total = total + shard.astype(total.dtype)
-        magnitude += np.abs(shard.astype(np.float64))
-    return total.astype(first.dtype), magnitude
+    return (generator.random(count, dtype=accumulator(dtype)) * 2 - 1).astype(dtype)
 
 
 def count_wrong(got: np.ndarray, expected: np.ndarray, tolerance: np.ndarray | None) -> int:
@@ -100,10 +74,9 @@ class Collective:
 
     Attributes:
         operation: the operation.
-        expected: the result of each rank; with `result_is_part` and `exchanges` a rank has its part
-            of it.
-        tolerance: how far each element of lax's result may be off, or None if lax's bits must be
-            the same.
+        expected: the result of each rank.
+        tolerance: how far each element of lax's result on each rank may be off, or None if lax's
+            bits must be the same.
     """
 
     def __init__(self, operation: Operation, n: int, size: int, dtype: np.dtype[Any]) -> None:
@@ -113,22 +86,20 @@ class Collective:
             size: bytes of a rank's operand.
         """
         self.operation, self._n, self._size, self._dtype = operation, n, size, dtype
-        self.tolerance: np.ndarray | None = None
-        shards = map(self.shard, range(n))
-        if operation.exchanges:
-            parts = [shard.reshape(n, -1) for shard in shards]
-            self.expected = np.stack(parts, axis=1).reshape(-1)
-        elif not operation.sums:
-            self.expected = np.concatenate(list(shards))
-        else:
-            self.expected, magnitude = expected_sum(shards)
-            if not jnp.issubdtype(dtype, jnp.integer):
-                # lax may add in any order and round after each addition.
-                self.tolerance = n * float(jnp.finfo(dtype).eps) * magnitude
-            if operation.is_mean and self.tolerance is not None:
-                # XLA does the division, and may multiply by 1/n instead.
-                self.expected = np.asarray(jax.jit(lambda x: x / n)(self.expected))
-                self.tolerance *= (n + 1) / n**2
+        self._rounds = operation.sums and not jnp.issubdtype(dtype, jnp.integer)
+        self.expected = self._results(lambda x: x)
+        self.tolerance: list[np.ndarray] | None = None
+        if self._rounds:
+            # lax may add in any order and round after each addition. XLA divides, and may multiply
+            # by 1/n instead.
+            roundings = (n + 1) / n if operation.is_mean else n
+            eps = roundings * float(jnp.finfo(dtype).eps)
+            self.tolerance = each(
+                lambda x: eps * x, self._results(lambda x: np.abs(x.astype(np.float64)))
+            )
+            if operation.is_mean:
+                divide = jax.jit(lambda x: x / n)
+                self.expected = each(lambda x: np.asarray(divide(x)), self.expected)
 
     def shard(self, rank: int) -> np.ndarray:
         return random_shard(rank, self._size, self._dtype)
@@ -139,20 +110,25 @@ class Collective:
         devices = enumerate(mesh.devices.flat)
         return {rank: self.shard(rank) for rank, device in devices if device.process_index == own}
 
+    def _results(self, of_shard: Callable[[np.ndarray], np.ndarray]) -> list[np.ndarray]:
+        """The result of each rank from a function of the shards."""
+        arrays: Iterable[np.ndarray] = (of_shard(self.shard(rank)) for rank in range(self._n))
+        for step in self.operation.steps:
+            assert step.expected is not None  # all collectives have one
+            arrays = step.expected(arrays, self._n)
+        return list(arrays)
+
     @functools.cached_property
-    def exact(self) -> np.ndarray | None:
-        """The result in float64, without rounding; None where nothing is rounded."""
-        if not self.operation.sums or jnp.issubdtype(self._dtype, jnp.integer):
+    def exact(self) -> list[np.ndarray] | None:
+        """The results in float64, without rounding; None where nothing is rounded."""
+        if not self._rounds:
             return None
-        total = np.sum([self.shard(rank).astype(np.float64) for rank in range(self._n)], axis=0)
-        return total / self._n if self.operation.is_mean else total
+        total = self._results(lambda x: x.astype(np.float64))
+        return each(lambda x: x / self._n, total) if self.operation.is_mean else total
 
-    def part(self, rank: int, count: int) -> slice:
-        """Returns the part of the expected result that a rank's result of `count` elements has."""
-        has_part = self.operation.result_is_part or self.operation.exchanges
-        return slice(rank * count, (rank + 1) * count) if has_part else slice(None)
-
-    def compare(self, result: jax.Array, tolerance: np.ndarray | None) -> tuple[int, float | None]:
+    def compare(
+        self, result: jax.Array, tolerance: list[np.ndarray] | None
+    ) -> tuple[int, float | None]:
         """Compares the results of this process's devices.
 
         Returns:
@@ -162,13 +138,20 @@ class Collective:
         wrong, errors = 0, []
         for shard in result.addressable_shards:
             got = np.asarray(shard.data)
-            part = self.part((shard.index[0].start or 0) // len(got), len(got))
-            allowed = None if tolerance is None else tolerance[part]
-            wrong += count_wrong(got, self.expected[part], allowed)
+            rank = (shard.index[0].start or 0) // len(got)
+            allowed = None if tolerance is None else tolerance[rank]
+            wrong += count_wrong(got, self.expected[rank], allowed)
             if self.exact is not None:
-                off, exact = got.astype(np.float64) - self.exact[part], self.exact[part]
+                exact = self.exact[rank]
+                off = got.astype(np.float64) - exact
                 errors.append(math.sqrt(np.sum(off**2) / np.sum(exact**2)))
         return wrong, float(np.max(errors)) if errors else None  # NaN if one of them is
+
+
+def each(of: Callable[[np.ndarray], np.ndarray], arrays: list[np.ndarray]) -> list[np.ndarray]:
+    """A function of each array; ranks that share an array share its result."""
+    found: dict[int, np.ndarray] = {}
+    return [found.setdefault(id(x), of(x)) if id(x) not in found else found[id(x)] for x in arrays]
 
 
 # Collective matmuls.

@@ -15,7 +15,8 @@ from jax_intranode._src.command_line.bench.settings import Settings
 from jax_intranode._src.command_line.launcher import runs
 from jax_intranode._src.command_line.tune import sweep
 from jax_intranode._src.native import definitions
-from jax_intranode._src.selection import table, tuning
+from jax_intranode._src.operations import COLLECTIVE, NORM, of_kind
+from jax_intranode._src.selection import generations, table, tuning
 
 DESCRIPTION = (
     "Measures this node: which algorithm and which launch is fastest for each collective, each "
@@ -29,7 +30,7 @@ python -m jax_intranode tune                                 writes jax_intranod
 python -m jax_intranode tune -o node.json --minutes 30
 python -m jax_intranode tune --platform cpu --devices 4 --mode single-process"""
 
-OPERATIONS = (*table.OPERATIONS, *sweep.NORMS)
+OPERATIONS = tuple(record.name for kind in (COLLECTIVE, NORM) for record in of_kind(kind))
 # Longer chains take long to compile on GPUs, and to run on the CPU.
 _ITERATIONS = {"gpu": 9, "cpu": 11}
 _CHAIN = {"gpu": 64, "cpu": 8}
@@ -138,7 +139,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def summary(tuned: tuning.Tuning, left_out: list[str]) -> str:
     """Returns up to which size each table is faster than lax, and what is shipped."""
-    hardware = table.hardware_of(tuned.platform, tuned.device)
+    hardware = generations.hardware_of(tuned.platform, tuned.device)
     lines = [f"{'operation':<14} {'packets':<8} {'ranks':>5} {'mode':<7} {'shipped':>10} tuned"]
     for (mode, operation, packets, ranks), rows in tuned.rows.items():
         shipped = table.rows(hardware, mode, operation, packets, ranks)

@@ -28,8 +28,9 @@ from jax_intranode._src.group import communicator
 from jax_intranode._src.group import partition as partition_lib
 from jax_intranode._src.group import rendezvous as rendezvous_lib
 from jax_intranode._src.native import definitions
-from jax_intranode._src.ops.norm_rules import PRIMITIVES, NormParams
-from jax_intranode._src.selection import select, table, tuning
+from jax_intranode._src.operations import NORM, RECORDS, of_kind
+from jax_intranode._src.ops.norm_rules import NormParams
+from jax_intranode._src.selection import generations, select, table, tuning
 
 _THREADS = (64, 128, 256, 512)
 _BLOCKS = (64, 128, 256)
@@ -51,7 +52,7 @@ _SMALLEST = {"gpu": 1 << 10, "cpu": 256}
 _FACTOR = 4
 # The norms, which a sum and a residual come before, and the bytes of a row. The rows hold for rows
 # of any length: what decides is how many bytes are sent.
-NORMS = tuple(primitive.operation for primitive in PRIMITIVES.values())
+NORMS = tuple(record.name for record in of_kind(NORM))
 _ROW_BYTES = {"gpu": 8 << 10, "cpu": 1 << 10}
 
 
@@ -135,21 +136,13 @@ class OutOfTime(Exception):
     """The time for the measurements has run out, on all ranks alike."""
 
 
-def algorithms(operation: str) -> list[str]:
-    """Returns the algorithms that the table chooses among for an operation."""
-    return [
-        name
-        for name, of_name in definitions.OPERATIONS.items()
-        if of_name == operation and name != select.HYBRID_CUBE_MESH
-    ]
-
-
 def norm(name: str, row_bytes: int, dtype: np.dtype[Any], world_size: int) -> Operation:
     """Returns a norm as an operation on x and the residual, flat, and to the same.
 
     ``jax.lax`` stands for its sum and what XLA makes of the rest.
     """
-    (kind, scatters), *_ = (key for key, one in PRIMITIVES.items() if one.operation == name)
+    record = RECORDS[name]
+    kind, scatters = record.norm or "", record.divides
     hidden = row_bytes // dtype.itemsize
     params = NormParams(
         ("x",), kind, 1e-6, 0.0, 0 if scatters else None, world_size, invariant=False
@@ -164,7 +157,7 @@ def norm(name: str, row_bytes: int, dtype: np.dtype[Any], world_size: int) -> Op
             results = getattr(library, name)(*operands, "x", eps=params.eps)
         return [result.reshape(-1) for result in results]
 
-    return Operation(call, (name,), result_is_part=scatters)
+    return Operation(call, (record,))
 
 
 class Sweep:
@@ -181,9 +174,12 @@ class Sweep:
     ) -> None:
         """Keeps what to measure, and until when, on the clock `time.monotonic`."""
         self.operation, self.packets = operation, packets
+        self._record = RECORDS[operation]
         self._settings, self._mesh = settings, mesh
         self._epoch_buffer_bytes, self._end = epoch_buffer_bytes, end
         self._dtype = np.dtype(jax.numpy.dtype(DTYPES[settings.platform][packets]))
+        device = mesh.devices.flat[0]
+        self._hardware = generations.hardware_of(device.platform, device.device_kind)
         self._attempts = 0
         self._is_norm = operation in NORMS
         row_bytes, n = _ROW_BYTES[settings.platform], settings.devices
@@ -235,10 +231,10 @@ class Sweep:
         if nbytes < self._dtype.itemsize:
             return []
         if self._is_norm:
-            names = algorithms(self.operation) if nbytes <= _LARGEST else ()
+            names = self._record.in_order if nbytes <= _LARGEST else ()
             return [table.Row(nbytes, name, 1, 1) for name in names]
         on_gpus = self._settings.platform == "gpu"
-        for algorithm, segment_bytes in itertools.product(algorithms(self.operation), _SEGMENTS):
+        for algorithm, segment_bytes in itertools.product(self._record.in_order, _SEGMENTS):
             if segment_bytes and not (
                 on_gpus
                 and self.packets == "bare"
@@ -268,7 +264,7 @@ class Sweep:
     def _launch(self, row: table.Row) -> tuple[int, int] | None:
         """The number of segments and of blocks; None if the epoch buffers are too small."""
         n, buffer_bytes = self._settings.devices, self._epoch_buffer_bytes
-        return select.launch(row, self._dtype.name, row.nbytes, n, buffer_bytes)
+        return select.launch(row, self._dtype.name, row.nbytes, n, buffer_bytes, self._hardware)
 
     def _is_over(self, name: str) -> bool:
         """Whether the time of any rank is over; all ranks get the same answer."""
@@ -300,8 +296,8 @@ class Sweep:
 
     def _size(self, nbytes: int) -> int:
         """The bytes in `operations.Operation`'s sense."""
-        whole = self.operation.startswith("psum") and not self._operation.result_is_part
-        return nbytes if whole else nbytes * self._settings.devices
+        divided = self._record.divides or self._record.gathers
+        return nbytes * self._settings.devices if divided else nbytes
 
     def _time_in_graph(self, row: table.Row, label: str) -> float:
         """Microseconds of a launch in a CUDA graph, whose result must be right."""
@@ -418,7 +414,7 @@ def measure(rank: Rank, seconds: float, operations: list[str], **fields: Any) ->
                     continue
                 upto = max(of_size.nbytes for of_size in measured)
                 left_out.append(f"{what}, more than {upto} bytes")
-                hardware = table.hardware_of(settings.platform, device)
+                hardware = generations.hardware_of(settings.platform, device)
                 shipped = table.rows(hardware, mode, operation, packets, settings.devices)
                 rows = rows_of(measured, shipped)
             tables.append(tuning.table_fields(mode, operation, packets, settings.devices, rows))

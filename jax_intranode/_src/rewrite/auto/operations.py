@@ -14,11 +14,11 @@ from jax import lax
 from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import stablehlo
 
+from jax_intranode._src.operations import COLLECTIVE, EXCHANGED, of_kind
 from jax_intranode._src.rewrite.auto import partitioner, plans
 from jax_intranode._src.rewrite.auto.modules import dot_dimensions, integer, splat
 from jax_intranode._src.rewrite.auto.plans import Axes, Gather, Labels, Plan, Sum
 from jax_intranode._src.rewrite.auto.program import Program
-from jax_intranode._src.selection import select
 
 
 def _element_type(dtype: str) -> str:
@@ -31,11 +31,7 @@ def _element_type(dtype: str) -> str:
 
 # By their names in MLIR. Not complex ones: MLIR's bindings can't read their constants, for instance
 # the number at which a sum begins.
-_DTYPES = {
-    _element_type(dtype): dtype
-    for dtype in select.EXCHANGED_DTYPES
-    if not dtype.startswith("complex")
-}
+_DTYPES = {_element_type(dtype): dtype for dtype in EXCHANGED if not dtype.startswith("complex")}
 
 
 UNKNOWN_DTYPE = "a dtype, such as complex64, that is not replaced in auto-sharded programs"
@@ -243,7 +239,7 @@ def _decide(
 # The collectives of a partly manual shard_map.
 
 COLLECTIVES = frozenset(
-    f"stablehlo.{name}" for name in ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
+    f"stablehlo.{record.stablehlo}" for record in of_kind(COLLECTIVE) if record.stablehlo
 )
 
 
@@ -286,6 +282,8 @@ def _collective(operation: Any, program: Program) -> Found:
         return found(dataclasses.replace(plan, sums=(Sum(axes, dimensions[0]),)))
     if name == "all_gather":
         return found(dataclasses.replace(plan, gathers=(Gather(0, dimensions[0], axes),)))
+    if name != "all_to_all":
+        return found(None, f"{name} over manual axes in an auto-sharded program")
     split, concat = dimensions
     return found(plan, None, lambda x: lax.all_to_all(x, axes, split, concat, tiled=True))
 

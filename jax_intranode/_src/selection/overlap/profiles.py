@@ -14,7 +14,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from jax_intranode._src.selection import table
+from jax_intranode._src.selection import generations
 
 
 @dataclass(frozen=True)
@@ -262,8 +262,11 @@ H200_FACTS = GpuFacts(
 # TFLOP/s; power does not bound it, so 95 % of that is assumed.
 _SUSTAINED_FLOPS = {"NVIDIA H20": 0.95 * 148e12, "NVIDIA H20-3e": 0.95 * 148e12}
 
-# The generation and compute capability for which the fused kernel is compiled.
-_GENERATION, _COMPUTE_CAPABILITY = "hopper", (9, 0)
+
+def fused_for(kind: str) -> tuple[int, int] | None:
+    """The compute capability that the fused kernel is compiled for, for GPUs of a kind."""
+    generation = generations.GENERATIONS.get(generations.hardware_of("gpu", kind))
+    return None if generation is None else generation.fused
 
 
 def known_from_kinds(kinds: Collection[str]) -> Profile | str | None:
@@ -277,9 +280,8 @@ def known_from_kinds(kinds: Collection[str]) -> Profile | str | None:
     if not others and first in MEASURED:
         return MEASURED[first]
     for kind in (first, *others):
-        generation = table.hardware_of("gpu", kind)
-        if generation != _GENERATION:
-            return f"not measured on {generation} GPUs"
+        if fused_for(kind) is None:
+            return f"not measured on {generations.hardware_of('gpu', kind)} GPUs"
     return None
 
 
@@ -292,7 +294,7 @@ def from_facts(facts: Sequence[GpuFacts]) -> Profile | str:
     if known is not None:
         return known
     for of_one in facts:
-        if of_one.compute_capability != _COMPUTE_CAPABILITY:
+        if of_one.compute_capability != fused_for(of_one.device_kind):
             return f"not measured on {of_one.device_kind} GPUs"
         if not of_one.complete:
             return f"{of_one.device_kind} does not report its SMs, clock and NVLinks"

@@ -3,7 +3,7 @@
 import os as _os
 import sys as _sys
 
-__version__ = "0.1.0"
+from jax_intranode._src.version import __version__ as __version__
 
 _OLDEST_JAX = "0.10.2"  # as in pyproject.toml
 

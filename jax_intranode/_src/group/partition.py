@@ -1,7 +1,7 @@
 """Partitions: how an operation over some axes of a mesh divides its devices into groups."""
 
+import functools
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import jax
@@ -26,7 +26,8 @@ class Partition:
         return [self.device_ids[i : i + n] for i in range(0, len(self.device_ids), n)]
 
 
-def partition(mesh: jax.sharding.Mesh, axes: Sequence[str]) -> Partition:
+@functools.lru_cache(maxsize=64)
+def partition(mesh: jax.sharding.Mesh, axes: tuple[str, ...]) -> Partition:
     """The groups of an operation over `axes` of a mesh; ranks in row-major order of `axes`."""
     ids = np.array([device.id for device in mesh.devices.flat]).reshape(mesh.devices.shape)
     kept = [i for i, name in enumerate(mesh.axis_names) if name not in axes]

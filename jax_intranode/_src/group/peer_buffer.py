@@ -288,7 +288,7 @@ def peer_buffer(
     where = f"peer_buffer({name!r})"
     if _nbytes(shape, dtype) == 0:
         raise ValueError(f"{where}: shape is {list(shape)}; a buffer needs at least one element")
-    partition = partition_lib.partition(mesh, axes)
+    partition = partition_lib.partition(mesh, tuple(axes))
     if partition.group_size == 1:
         raise ValueError(f"{where}: the axes {axes} have one device; a group needs 2 to 8")
     agreed = rendezvous.rendezvous_of(mesh.devices.flat)

@@ -10,7 +10,6 @@ import contextlib
 import dataclasses
 import functools
 import hashlib
-import importlib
 import logging
 import os
 import platform as host_platform
@@ -32,6 +31,7 @@ from jax_intranode._src.native import definitions, extension
 from jax_intranode._src.selection import config, records, select, tuning
 from jax_intranode._src.selection.overlap import choice, profiles
 from jax_intranode._src.selection.quoting import shown
+from jax_intranode._src.version import __version__
 
 _log = logging.getLogger("jax_intranode")
 
@@ -289,7 +289,7 @@ def _hello(rendezvous: Rendezvous) -> dict[str, Any]:
         "watch": watch,
         "config": config.get().of_all_processes(),
         "tuning": tuning.digest(),  # processes may find the same file under other names
-        "version": importlib.import_module("jax_intranode").__version__,
+        "version": __version__,
         "protocol": _PROTOCOL,
         "table": [select.digest(), choice.digest()],
         "matmuls": 0 if rendezvous.platform == "cpu" else module.cublas_lt_version(),

@@ -360,7 +360,7 @@ def lower_to_call(
     what the operation's handler gets besides.
     """
     assert mesh is not None  # or lax would run it
-    partition = partition_lib.partition(mesh, axes)
+    partition = partition_lib.partition(mesh, tuple(axes))
     attributes = (attributes or {}) | {
         "device_ids": np.array(partition.device_ids, np.int64),
         "group_size": np.int64(partition.group_size),

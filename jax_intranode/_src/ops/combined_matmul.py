@@ -7,6 +7,7 @@ batching always act on these.
 
 import dataclasses
 from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -28,24 +29,13 @@ def _bind_here(primitive: OpPrimitive, *operands: Any, params: Any) -> list[Any]
     return primitive.bind(*operands, params=params)
 
 
-def register(
-    primitive: OpPrimitive,
-    *,
-    matmul: Callable[[Sequence[Any], Any], Matmul | None],
-    compute: Callable[..., list[Any]],
-    abstract_eval: Callable[..., list[Any]],
-    request: Callable[..., overlapped_call.Request | str],
-    result_count: Callable[[Any], int],
-    needed: Callable[[list[bool], Any], tuple[list[bool], Any]],
-    transpose: Callable[..., list[Any] | None] = lambda cotangents, *operands, params: None,
-) -> None:
-    """Registers the rules of a composition.
+@dataclass(frozen=True, kw_only=True)
+class Composition:
+    """The rules of a primitive that stands for a collective matmul and local products.
 
-    Args:
-        primitive: the primitive.
+    Attributes:
         matmul: (operands or their types, params) -> its collective matmul; None if nothing is sent.
         compute: (bind, *operands, params) -> results of the composition, from a `Bind`.
-        abstract_eval: (*avals, params) -> result types.
         request: (*avals, params) -> the request for one custom call, or why there is none.
         result_count: params -> number of results.
         needed: as in `OpPrimitive.register`.
@@ -53,13 +43,30 @@ def register(
             of the composition.
     """
 
-    def decide(site: LoweringSite, avals: Sequence[Any], params: Any) -> Decision:
+    matmul: Callable[[Sequence[Any], Any], Matmul | None]
+    compute: Callable[..., list[Any]]
+    request: Callable[..., overlapped_call.Request | str]
+    result_count: Callable[[Any], int]
+    needed: Callable[[list[bool], Any], tuple[list[bool], Any]]
+    transpose: Callable[..., list[Any] | None] = lambda cotangents, *operands, params: None
+
+    def register(self, primitive: OpPrimitive, abstract_eval: Callable[..., list[Any]]) -> None:
+        """Registers the rules. `abstract_eval`: (*avals, params) -> result types."""
+        primitive.register(
+            abstract_eval=abstract_eval,
+            decide=self._decide,
+            jvp=self._jvp,
+            transpose=self._transpose,
+            batch=self._batch,
+            needed=self.needed,
+        )
+
+    def _decide(self, site: LoweringSite, avals: Sequence[Any], params: Any) -> Decision:
         """Presents the call as its collective matmul."""
-        own = matmul(avals, params)
+        own = self.matmul(avals, params)
         found: overlapped_call.Overlapped | str = "nothing is communicated"
         if own is not None:
-            wanted = request(*avals, params=params)
-            found = overlapped_call.find(site, params.axes, wanted)
+            found = overlapped_call.find(site, params.axes, self.request(*avals, params=params))
 
         def operations() -> list[Operation]:
             if own is None:
@@ -75,50 +82,50 @@ def register(
 
         if isinstance(found, overlapped_call.Overlapped):
             return Decision(mlir.lower_fun(found), operations, is_overlapped=True)
-        return Decision(mlir.lower_fun(partial(compute, bind, params=params)), operations)
+        return Decision(mlir.lower_fun(partial(self.compute, bind, params=params)), operations)
 
-    def dependencies(params: Any) -> list[list[bool]]:
+    def _dependencies(self, params: Any) -> list[list[bool]]:
         """For each result, which operands it depends on: those needed if it alone is used."""
-        results = range(result_count(params))
-        return [needed([i == k for i in results], params)[0] for k in results]
+        results = range(self.result_count(params))
+        return [self.needed([i == k for i in results], params)[0] for k in results]
 
-    def of_some(
-        chosen: Sequence[int], operands: Sequence[Any], params: Any
+    def _of_some(
+        self, chosen: Sequence[int], operands: Sequence[Any], params: Any
     ) -> Callable[..., list[Any]]:
         """The composition as a function of the chosen operands; the others are fixed."""
 
         def composed(*some: Any) -> list[Any]:
             given = dict(zip(chosen, some, strict=True))
             merged = [given.get(i, v) for i, v in enumerate(operands)]
-            return compute(_bind_here, *merged, params=params)
+            return self.compute(_bind_here, *merged, params=params)
 
         return composed
 
-    def jvp(
-        bind: Any, primals: Sequence[Any], tangents: Sequence[Any], params: Any
+    def _jvp(
+        self, bind: Any, primals: Sequence[Any], tangents: Sequence[Any], params: Any
     ) -> tuple[list[Any], list[Any]]:
         del bind  # the composition is traced here
         moving = [i for i, t in enumerate(tangents) if type(t) is not ad.Zero]
         results, moved = jax.jvp(
-            of_some(moving, primals, params),
+            self._of_some(moving, primals, params),
             [primals[i] for i in moving],
             [tangents[i] for i in moving],
         )
         # Tangents that are zero must not be sent.
         return results, [
             t if any(depends[i] for i in moving) else ad.Zero(jax.typeof(result).to_tangent_aval())
-            for result, t, depends in zip(results, moved, dependencies(params), strict=True)
+            for result, t, depends in zip(results, moved, self._dependencies(params), strict=True)
         ]
 
-    def transpose_composition(cotangents: Sequence[Any], *operands: Any, params: Any) -> list[Any]:
+    def _transpose(self, cotangents: Sequence[Any], *operands: Any, params: Any) -> list[Any]:
         nonzero = [k for k, ct in enumerate(cotangents) if type(ct) is not ad.Zero]
         if not nonzero:
             return [None] * len(operands)
-        own = transpose(cotangents, *operands, params=params)
+        own = self.transpose(cotangents, *operands, params=params)
         if own is not None:
             return own
         linear = [i for i, v in enumerate(operands) if ad.is_undefined_primal(v)]
-        composed = of_some(linear, operands, params)
+        composed = self._of_some(linear, operands, params)
 
         def of_linear(*some: Any) -> list[Any]:
             results = composed(*some)
@@ -129,30 +136,21 @@ def register(
         given = dict(zip(linear, found, strict=True))
         return [given.get(i) for i in range(len(operands))]
 
-    def batch(
-        name: Hashable, size: int, operands: Sequence[Any], dims: Sequence[Any], params: Any
+    def _batch(
+        self, name: Hashable, size: int, operands: Sequence[Any], dims: Sequence[Any], params: Any
     ) -> tuple[Any, Any]:
         # The primitives of the composition know what to do where the mapped axis hides a mesh axis.
         hides = name in params.axes
         batched = [i for i, d in enumerate(dims) if d is not None]
         out_dims = [
             0 if hides or any(depends[i] for i in batched) else None
-            for depends in dependencies(params)
+            for depends in self._dependencies(params)
         ]
         mapped = jax.vmap(
-            partial(compute, _bind_here, params=params),
+            partial(self.compute, _bind_here, params=params),
             tuple(dims),
             out_dims,
             axis_name=name if hides else None,
             axis_size=size,
         )
         return mapped(*operands), out_dims
-
-    primitive.register(
-        abstract_eval=abstract_eval,
-        decide=decide,
-        jvp=jvp,
-        transpose=transpose_composition,
-        batch=batch,
-        needed=needed,
-    )

@@ -18,7 +18,6 @@ from jax.interpreters import ad
 
 from jax_intranode._src.ops import (
     all_gather_matmul,
-    combined_matmul,
     local_matmuls,
     matmul_reduce_scatter,
     overlapped_call,
@@ -34,7 +33,7 @@ from jax_intranode._src.ops.collective_matmul import (
     matmul_reduce_scatter_p,
     tangent_of_all_gather_matmul_p,
 )
-from jax_intranode._src.ops.combined_matmul import Bind, Matmul
+from jax_intranode._src.ops.combined_matmul import Bind, Composition, Matmul
 
 # The tangent of all_gather_matmul.
 
@@ -102,16 +101,14 @@ def _tangent_transpose(
     return [ct_x, *[None] * (count + len(whole)), *(wgrads.get(k) for k in params.moving)]
 
 
-combined_matmul.register(
-    tangent_of_all_gather_matmul_p,
+Composition(
     matmul=_tangent_matmul,
     compute=_tangent,
-    abstract_eval=_tangent_abstract_eval,
     request=lambda *operands, params: "a tangent",
     result_count=lambda params: params.matrices,
     needed=_tangent_needed,
     transpose=_tangent_transpose,
-)
+).register(tangent_of_all_gather_matmul_p, _tangent_abstract_eval)
 
 
 # The gradients of all_gather_matmul.
@@ -179,15 +176,13 @@ def _gather_needed(used: list[bool], params: GradientParams) -> tuple[list[bool]
     )
 
 
-combined_matmul.register(
-    gradients_of_all_gather_matmul_p,
+Composition(
     matmul=_dgrad_by_reduce_scatter,
     compute=_gather_gradients,
-    abstract_eval=_gather_abstract_eval,
     request=_gather_request,
     result_count=lambda params: params.dgrad + len(params.wgrads),
     needed=_gather_needed,
-)
+).register(gradients_of_all_gather_matmul_p, _gather_abstract_eval)
 
 
 # The gradients of matmul_reduce_scatter.
@@ -236,12 +231,10 @@ def _scatter_needed(used: list[bool], params: GradientParams) -> tuple[list[bool
     )
 
 
-combined_matmul.register(
-    gradients_of_matmul_reduce_scatter_p,
+Composition(
     matmul=_dgrad_by_all_gather,
     compute=_scatter_gradients,
-    abstract_eval=_scatter_abstract_eval,
     request=_scatter_request,
     result_count=lambda params: params.dgrad + len(params.wgrads),
     needed=_scatter_needed,
-)
+).register(gradients_of_matmul_reduce_scatter_p, _scatter_abstract_eval)

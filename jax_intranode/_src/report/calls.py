@@ -418,7 +418,7 @@ def _groups(
 ) -> tuple[tuple[int, ...], ...]:
     if site.mesh is None or not axes:
         return ()
-    groups = partition_lib.partition(site.mesh, axes).groups()
+    groups = partition_lib.partition(site.mesh, tuple(axes)).groups()
     if index_groups is None:
         return tuple(groups)
     return tuple(tuple(group[i] for i in part) for group in groups for part in index_groups)

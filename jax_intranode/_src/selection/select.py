@@ -4,6 +4,7 @@ A pure function of what all ranks know, and of a measured table (table.py).
 """
 
 import dataclasses
+import functools
 import hashlib
 from dataclasses import dataclass
 
@@ -63,6 +64,7 @@ def _lax(reason: str, cause: str = NOT_FASTER) -> Selection:
     return Selection("lax", reason, cause=cause)
 
 
+@functools.lru_cache(maxsize=256)
 def static_reason(
     operation: str, dtype: str, world_size: int, *, is_empty: bool, hidden: int = 0
 ) -> Selection | None:

@@ -12,7 +12,6 @@ import contextlib
 import dataclasses
 import functools
 import hashlib
-import importlib
 import json
 import os
 import stat
@@ -24,6 +23,7 @@ from typing import Any
 from jax_intranode._src.selection import config, records, table
 from jax_intranode._src.selection.overlap.profiles import Profile
 from jax_intranode._src.selection.quoting import shown
+from jax_intranode._src.version import __version__
 
 # The version of the file's layout.
 FORMAT = 1
@@ -88,7 +88,7 @@ def read(path: str) -> Tuning:
         raise ValueError(f"{VARIABLE}={path!r}: this is not a file of `tune`; {_AGAIN}.")
     for what, found, wanted in (
         ("layout", fields.get("format"), FORMAT),
-        ("jax_intranode", fields.get("jax_intranode"), _version()),
+        ("jax_intranode", fields.get("jax_intranode"), __version__),
     ):
         if found != wanted:
             raise ValueError(
@@ -123,7 +123,7 @@ def write(path: Path, fields: Mapping[str, Any]) -> None:
         fields: "platform", "device", "devices", "versions", "date", "tables" and "profile", as the
             file has them, and more for people.
     """
-    whole = {"kind": _KIND, "format": FORMAT, "jax_intranode": _version(), **fields}
+    whole = {"kind": _KIND, "format": FORMAT, "jax_intranode": __version__, **fields}
     whole["digest"] = _digest(whole)
     path.write_text(json.dumps(whole, indent=1) + "\n")
 
@@ -139,10 +139,6 @@ def table_fields(
         "ranks": ranks,
         "rows": [dataclasses.asdict(row) for row in rows],
     }
-
-
-def _version() -> str:
-    return str(importlib.import_module("jax_intranode").__version__)
 
 
 def _digest(fields: Mapping[str, Any]) -> str:

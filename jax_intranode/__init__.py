@@ -44,6 +44,7 @@ try:
     from jax_intranode._src.ops.column_parallel_matmul import column_parallel_matmul
     from jax_intranode._src.ops.matmul_all_reduce import matmul_all_reduce
     from jax_intranode._src.ops.matmul_reduce_scatter import matmul_reduce_scatter
+    from jax_intranode._src.ops.pmax import pmax, pmin
     from jax_intranode._src.ops.psum import pmean, psum
     from jax_intranode._src.ops.psum_scatter import psum_scatter
     from jax_intranode._src.ops.residual_norm import (
@@ -96,7 +97,9 @@ __all__ = [
     "matmul_all_reduce",
     "matmul_reduce_scatter",
     "peer_buffer",
+    "pmax",
     "pmean",
+    "pmin",
     "psum",
     "psum_residual_layer_norm",
     "psum_residual_rms_norm",

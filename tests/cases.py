@@ -28,7 +28,7 @@ from jax_intranode._src.group import agreed, slabs
 from jax_intranode._src.group import rendezvous as rendezvous_lib
 from jax_intranode._src.native import extension
 from jax_intranode._src.operations import COLLECTIVE, of_kind
-from jax_intranode._src.ops import psum as psum_lib
+from jax_intranode._src.ops import all_reduce
 from jax_intranode._src.selection import config, select, table
 
 FLOATS = ("float32", "bfloat16", "float16")
@@ -90,7 +90,7 @@ def selection(
     mesh: Mesh, axes: Sequence[str], shape: Sequence[int], dtype: Any
 ) -> select.Selection:
     """What runs a psum over `axes` of a mesh, for an operand of this shape on each device."""
-    return psum_lib.operations(mesh, axes, [shape], dtype)[0][1]
+    return all_reduce.operations("psum", mesh, axes, [shape], dtype)[0][1]
 
 
 def takes_part(mesh: Mesh) -> bool:

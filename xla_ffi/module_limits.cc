@@ -41,7 +41,7 @@ void ExportLimits(nb::module_& m) {
     operations[name] = OperationName(algorithm);
     if (RunsInSegments(algorithm)) in_segments.append(name);
   }
-#define JIN_X(xla_name, numpy_name, type) dtypes.append(numpy_name);
+#define JIN_X(xla_name, numpy_name, sum, extreme) dtypes.append(numpy_name);
   JIN_DTYPES(JIN_X)
 #undef JIN_X
 #define JIN_X(enumerator, number, name) reasons[name] = number;

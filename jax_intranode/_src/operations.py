@@ -46,7 +46,7 @@ class Record:
         kind: COLLECTIVE, MATMUL (a collective and the matmuls next to it) or NORM (a sum, a
             residual and a norm).
         dtypes: the dtypes that its kernels take.
-        reduction: "sum" if elements of different ranks are added, else None.
+        reduction: how elements of different ranks are combined: "sum", "max", "min", or not: None.
         divides: whether the operand is divided: each rank gets a part of it.
         gathers: whether the result has a part from each rank.
         algorithms: the kernels that can run it, in the order in which sizes grow.
@@ -89,6 +89,10 @@ class Record:
         """The target of its custom call."""
         return self.target or f"jax_intranode_{self.name}"
 
+    def by_protocol(self, protocol: str) -> str | None:
+        """Its algorithm of a protocol, such as "one_shot"; None if it has none."""
+        return next((name for name in self.algorithms if protocol_of(name) == protocol), None)
+
     @property
     def in_order(self) -> tuple[str, ...]:
         """The algorithms for groups all of whose ranks are linked, in the order of sizes."""
@@ -97,6 +101,13 @@ class Record:
     def bytes_per_peer(self, nbytes: int, world_size: int) -> int:
         """What a rank sends to each peer, of an operand of so many bytes."""
         return nbytes // world_size if self.divides else nbytes
+
+
+def protocol_of(algorithm: str) -> str:
+    """How an algorithm communicates, whatever it computes: "one_shot" of "one_shot_max"."""
+    for computes in ("_max", "_min", "_rms_norm", "_layer_norm"):
+        algorithm = algorithm.removesuffix(computes)
+    return algorithm
 
 
 # What NumPy says the results are.
@@ -123,6 +134,15 @@ def _sums(operands: Iterable[np.ndarray], n: int) -> list[np.ndarray]:
 
 def _parts_of_sum(operands: Iterable[np.ndarray], n: int) -> list[np.ndarray]:
     return np.split(total(operands), n)
+
+
+def _folded(of: Any, operands: Iterable[np.ndarray], n: int) -> list[np.ndarray]:
+    """NumPy's maximum or minimum; of zeros of both signs it keeps any."""
+    return [functools.reduce(of, operands)] * n
+
+
+_maxima = functools.partial(_folded, np.maximum)
+_minima = functools.partial(_folded, np.minimum)
 
 
 def _concatenated(operands: Iterable[np.ndarray], n: int) -> list[np.ndarray]:
@@ -164,6 +184,24 @@ RECORDS: dict[str, Record] = {
             takes_many=True,
             call=lambda library, xs: library.psum(xs, "x"),
             expected=_sums,
+        ),
+        *(
+            Record(
+                name=name,
+                kind=COLLECTIVE,
+                dtypes=SUMMED,
+                reduction=reduction,
+                algorithms=(f"one_shot_{reduction}", f"two_shot_{reduction}"),
+                lax_primitives=(name,),
+                takes_many=True,
+                like="psum",
+                call=call,
+                expected=expected,
+            )
+            for name, reduction, call, expected in (
+                ("pmax", "max", lambda library, xs: library.pmax(xs, "x"), _maxima),
+                ("pmin", "min", lambda library, xs: library.pmin(xs, "x"), _minima),
+            )
         ),
         Record(
             name="psum_scatter",

@@ -51,7 +51,7 @@ cudaError_t Launch(Algorithm algorithm, ElementType type, const DeviceGroup& gro
     return Launch(algorithm, type, group, buffers, segments, shape, stream);
   }
   // Ranks may differ in this, because packs travel alike.
-  const size_t shards = algorithm == Algorithm::kTwoShot ? group.size : 1;
+  const size_t shards = IsTwoShot(algorithm) ? group.size : 1;
   if (AlignedBuffer::Is(buffer, shards * segments)) {
     const AlignedBuffer aligned{buffer.in, buffer.out, buffer.bytes};
     const cudaError_t status = LaunchCollective(algorithm, type, group, CallKind::kAligned, aligned,

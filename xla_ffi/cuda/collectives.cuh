@@ -40,6 +40,20 @@ constexpr bool kInSegments = false;
 template <class Call>
 constexpr bool kInSegments<InSegments<Call>> = true;
 
+// Maxima and minima have fewer kernels, which all learn the type when they run: one for any world
+// size, and one for each of the others for aligned buffers of bare packets.
+template <template <class, int, class> class Body, Algorithm algorithm, class Type, bool kMax,
+          int N, class Call>
+const void* ExtremeKernel() {
+  constexpr bool kAligned =
+      std::is_same_v<Call, AlignedBuffer> || std::is_same_v<Call, InSegments<AlignedBuffer>>;
+  constexpr bool kOwn = std::is_same_v<Type, AnyBare> && kAligned;
+  if constexpr (kThreadTellsType<Type> && (N == 0 ? !kAligned : kOwn)) {
+    return Address<Body, algorithm, Extreme<Type, kMax>, N, Call>();
+  }
+  return nullptr;
+}
+
 template <class Type, int N, class Call>
 const void* Kernel(Algorithm algorithm) {
   constexpr bool kCut = kInSegments<Call>;
@@ -67,6 +81,14 @@ const void* Kernel(Algorithm algorithm) {
         return Address<AllToAll, Algorithm::kAllToAll, CopiedAs<Type>, N, Call>();
       }
       break;
+    case Algorithm::kOneShotMax:
+      return ExtremeKernel<OneShot, Algorithm::kOneShotMax, Type, true, N, Call>();
+    case Algorithm::kTwoShotMax:
+      return ExtremeKernel<TwoShot, Algorithm::kTwoShotMax, Type, true, N, Call>();
+    case Algorithm::kOneShotMin:
+      return ExtremeKernel<OneShot, Algorithm::kOneShotMin, Type, false, N, Call>();
+    case Algorithm::kTwoShotMin:
+      return ExtremeKernel<TwoShot, Algorithm::kTwoShotMin, Type, false, N, Call>();
     default:
       break;  // KernelOfCall, pipelined_matmul.h, norms.cu
   }
@@ -108,7 +130,7 @@ const void* KernelOfCall(Algorithm algorithm, ElementType type, int size, CallKi
       if constexpr (kBare) {
         // Between two H100 a sum of 1, 64 or 512 KB takes 0.04 to 0.08 us longer, of 2.2 to 4.1, if
         // its kernel learns the type when it runs (docs/measurements/experiments.md).
-        if (!in_segments && !OnlyCopies(algorithm)) {
+        if (!in_segments && !OnlyCopies(algorithm) && ReductionOf(algorithm) == Reduction::kSum) {
           return Type::Visit(type, [&](auto of) {
             return KernelOfSize<decltype(of), AlignedBuffer, 2, 4, 8>(algorithm, size);
           });

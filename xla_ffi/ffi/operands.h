@@ -20,10 +20,11 @@ namespace ffi = ::xla::ffi;
 
 // The element type that runs an algorithm on an operand, if there is one.
 inline std::optional<ElementType> ElementTypeOf(Algorithm algorithm, ffi::DataType type) {
+  const bool sums = ReductionOf(algorithm) == Reduction::kSum;
   switch (type) {
-#define JIN_X(xla_name, numpy_name, type) \
-  case ffi::xla_name:                     \
-    return ElementType::k##type;
+#define JIN_X(xla_name, numpy_name, sum, extreme) \
+  case ffi::xla_name:                             \
+    return sums ? ElementType::k##sum : ElementType::k##extreme;
     JIN_DTYPES(JIN_X)
 #undef JIN_X
     default:

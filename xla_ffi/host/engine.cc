@@ -63,34 +63,46 @@ class KeepSubnormals {
   std::fenv_t saved_;
 };
 
+template <class Type, class C>
+bool RunAllReduce(Algorithm algorithm, ResumableThread& t, const Group& g, const InSegments<C>& c,
+                  uint32_t epoch, uint32_t* step) {
+  return IsTwoShot(algorithm) ? RunSteps<TwoShot<Type, 0>>(t, g, c, epoch, step)
+                              : RunSteps<OneShot<Type, 0>>(t, g, c, epoch, step);
+}
+
 // Runs a call from step `*step` on as far as possible; returns whether it has ended.
 template <class Type, class C>
 bool RunCall(Algorithm algorithm, ElementType type, ResumableThread& t, const Group& g,
              const InSegments<C>& c, uint32_t epoch, uint32_t* step) {
-  switch (algorithm) {
-    case Algorithm::kOneShot:
-      return RunSteps<OneShot<Type, 0>>(t, g, c, epoch, step);
-    case Algorithm::kTwoShot:
-      return RunSteps<TwoShot<Type, 0>>(t, g, c, epoch, step);
-    case Algorithm::kHybridCubeMesh:
-      return RunSteps<HybridCubeMesh<Type, 0>>(t, g, c, epoch, step);
-    default:
+  switch (ReductionOf(algorithm)) {
+    case Reduction::kMax:
+      return RunAllReduce<Extreme<Type, true>>(algorithm, t, g, c, epoch, step);
+    case Reduction::kMin:
+      return RunAllReduce<Extreme<Type, false>>(algorithm, t, g, c, epoch, step);
+    case Reduction::kSum:
       break;
   }
-  // CollectBuffers (ffi/operands.h) allows only one buffer for these three.
-  if constexpr (std::is_same_v<C, Buffer>) {
-    switch (algorithm) {
-      case Algorithm::kReduceScatter:
-        return RunSteps<ReduceScatter<Type, 0>>(t, g, c, epoch, step);
-      case Algorithm::kAllGather:
-        return RunSteps<AllGather<CopiedAs<Type>, 0>>(t, g, c, epoch, step);
-      case Algorithm::kAllToAll:
-        return RunSteps<AllToAll<CopiedAs<Type>, 0>>(t, g, c, epoch, step);
-      default:
-        break;
+  if constexpr (!kIsUnsigned<Type>) {  // sums take the signed type
+    if (IsAllReduce(algorithm)) {
+      return algorithm == Algorithm::kHybridCubeMesh
+                 ? RunSteps<HybridCubeMesh<Type, 0>>(t, g, c, epoch, step)
+                 : RunAllReduce<Type>(algorithm, t, g, c, epoch, step);
+    }
+    // CollectBuffers (ffi/operands.h) allows only one buffer for these three.
+    if constexpr (std::is_same_v<C, Buffer>) {
+      switch (algorithm) {
+        case Algorithm::kReduceScatter:
+          return RunSteps<ReduceScatter<Type, 0>>(t, g, c, epoch, step);
+        case Algorithm::kAllGather:
+          return RunSteps<AllGather<CopiedAs<Type>, 0>>(t, g, c, epoch, step);
+        case Algorithm::kAllToAll:
+          return RunSteps<AllToAll<CopiedAs<Type>, 0>>(t, g, c, epoch, step);
+        default:
+          break;
+      }
     }
   }
-  return t.EndWithoutBody(algorithm, type);
+  return t.EndWithoutBody(algorithm, type);  // matmuls run only on GPUs
 }
 
 // The element types of a norm are fewer (HasNorm).

@@ -24,7 +24,11 @@ namespace jax_intranode {
   JIN_NORM_PROTOCOLS(X, RmsNorm, "rms_norm")                                \
   JIN_NORM_PROTOCOLS(X, LayerNorm, "layer_norm")                            \
   X(kHybridCubeMesh, "hybrid_cube_mesh", "psum")                            \
-  X(kAllToAll, "all_to_all", "all_to_all")
+  X(kAllToAll, "all_to_all", "all_to_all")                                  \
+  X(kOneShotMax, "one_shot_max", "pmax")                                    \
+  X(kTwoShotMax, "two_shot_max", "pmax")                                    \
+  X(kOneShotMin, "one_shot_min", "pmin")                                    \
+  X(kTwoShotMin, "two_shot_min", "pmin")
 
 // The all-reduces and reduce-scatters that add a residual and normalize rows (norm_protocol.h):
 // each norm by each protocol, in the order of NormProtocol.
@@ -41,20 +45,24 @@ namespace jax_intranode {
   X(F64, 8, 32)              \
   X(I8, 1, 32)               \
   X(I32, 4, 32)              \
-  X(I64, 8, 32)
+  X(I64, 8, 32)              \
+  X(U8, 1, 32)               \
+  X(U32, 4, 32)              \
+  X(U64, 8, 32)
 
-// The dtypes that can be summed. X(name in XLA's FFI, name in NumPy, element type).
-#define JIN_DTYPES(X)       \
-  X(F32, "float32", F32)    \
-  X(BF16, "bfloat16", BF16) \
-  X(F16, "float16", F16)    \
-  X(F64, "float64", F64)    \
-  X(S8, "int8", I8)         \
-  X(U8, "uint8", I8)        \
-  X(S32, "int32", I32)      \
-  X(U32, "uint32", I32)     \
-  X(S64, "int64", I64)      \
-  X(U64, "uint64", I64)
+// The dtypes that can be reduced. X(name in XLA's FFI, name in NumPy, element type of a sum, of a
+// maximum or minimum).
+#define JIN_DTYPES(X)             \
+  X(F32, "float32", F32, F32)     \
+  X(BF16, "bfloat16", BF16, BF16) \
+  X(F16, "float16", F16, F16)     \
+  X(F64, "float64", F64, F64)     \
+  X(S8, "int8", I8, I8)           \
+  X(U8, "uint8", I8, U8)          \
+  X(S32, "int32", I32, I32)       \
+  X(U32, "uint32", I32, U32)      \
+  X(S64, "int64", I64, I64)       \
+  X(U64, "uint64", I64, U64)
 
 enum class Algorithm : int32_t {
 #define JIN_X(enumerator, name, operation) enumerator,
@@ -89,9 +97,40 @@ inline const char* AlgorithmName(Algorithm algorithm) { return NamesOf(algorithm
 // The Python function that runs an algorithm, for messages.
 inline const char* OperationName(Algorithm algorithm) { return NamesOf(algorithm).operation; }
 
+enum class Reduction { kSum, kMax, kMin };
+
+inline Reduction ReductionOf(Algorithm algorithm) {
+  switch (algorithm) {
+    case Algorithm::kOneShotMax:
+    case Algorithm::kTwoShotMax:
+      return Reduction::kMax;
+    case Algorithm::kOneShotMin:
+    case Algorithm::kTwoShotMin:
+      return Reduction::kMin;
+    default:
+      return Reduction::kSum;
+  }
+}
+
+// The algorithm that sums by the same protocol.
+inline Algorithm ProtocolOf(Algorithm algorithm) {
+  switch (algorithm) {
+    case Algorithm::kOneShotMax:
+    case Algorithm::kOneShotMin:
+      return Algorithm::kOneShot;
+    case Algorithm::kTwoShotMax:
+    case Algorithm::kTwoShotMin:
+      return Algorithm::kTwoShot;
+    default:
+      return algorithm;
+  }
+}
+
+inline bool IsTwoShot(Algorithm algorithm) { return ProtocolOf(algorithm) == Algorithm::kTwoShot; }
+
 // The algorithms of an all-reduce: they take many buffers in one call.
 inline bool IsAllReduce(Algorithm algorithm) {
-  return algorithm == Algorithm::kOneShot || algorithm == Algorithm::kTwoShot ||
+  return ProtocolOf(algorithm) == Algorithm::kOneShot || IsTwoShot(algorithm) ||
          algorithm == Algorithm::kHybridCubeMesh;
 }
 
@@ -160,8 +199,9 @@ inline size_t PacketBytes(ElementType type) { return kElementSizes[static_cast<i
 
 // The element type that runs an algorithm on a dtype (NumPy's name), if there is one.
 inline std::optional<ElementType> ElementTypeNamed(Algorithm algorithm, std::string_view dtype) {
-#define JIN_X(xla_name, numpy_name, type) \
-  if (dtype == numpy_name) return ElementType::k##type;
+  const bool sums = ReductionOf(algorithm) == Reduction::kSum;
+#define JIN_X(xla_name, numpy_name, sum, extreme) \
+  if (dtype == numpy_name) return sums ? ElementType::k##sum : ElementType::k##extreme;
   JIN_DTYPES(JIN_X)
 #undef JIN_X
   if (OnlyCopies(algorithm)) return ElementType::kI8;
@@ -170,7 +210,7 @@ inline std::optional<ElementType> ElementTypeNamed(Algorithm algorithm, std::str
 
 // Whether an algorithm can run over its message in segments (segments.h).
 inline bool RunsInSegments(Algorithm algorithm) {
-  return algorithm == Algorithm::kOneShot || algorithm == Algorithm::kTwoShot ||
+  return ProtocolOf(algorithm) == Algorithm::kOneShot || IsTwoShot(algorithm) ||
          algorithm == Algorithm::kReduceScatter || OnlyCopies(algorithm);
 }
 
@@ -184,13 +224,13 @@ inline bool CanCut(Algorithm algorithm, int64_t segments) {
 }
 
 // The phases of an algorithm that runs in segments.
-inline int PhasesOf(Algorithm algorithm) { return algorithm == Algorithm::kTwoShot ? 3 : 2; }
+inline int PhasesOf(Algorithm algorithm) { return IsTwoShot(algorithm) ? 3 : 2; }
 
 // Packs of each segment of a call of `packs` packs. A two-shot divides each segment into a shard
 // for each rank, without a remainder that would be a part of the next segment.
 inline size_t SegmentPacks(Algorithm algorithm, size_t packs, int size, uint32_t segments) {
   if (segments == 1) return packs;
-  const size_t n = algorithm == Algorithm::kTwoShot ? size : 1, parts = n * segments;
+  const size_t n = IsTwoShot(algorithm) ? size : 1, parts = n * segments;
   return (packs / parts + (packs % parts != 0)) * n;
 }
 
@@ -204,7 +244,7 @@ inline size_t EpochBufferBytesNeeded(Algorithm algorithm, ElementType type, size
     return (n / 2 + (ItemBytes(type) == 2 ? 2 : 1)) * packs * packet;
   }
   // A slot for each other rank; of two segments that share an epoch, or for scatter and gather.
-  if (algorithm != Algorithm::kTwoShot) return (segments > 1 ? 2 : 1) * (n - 1) * packs * packet;
+  if (!IsTwoShot(algorithm)) return (segments > 1 ? 2 : 1) * (n - 1) * packs * packet;
   const size_t shard = packs > n ? (packs + n - 1) / n : 1;
   return 2 * (n - 1) * shard * packet;
 }

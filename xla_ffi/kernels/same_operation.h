@@ -19,6 +19,7 @@
 // tests/native/protocol_test.cc runs it beside the data, also with one word instead of two.
 #pragma once
 
+#include <iterator>
 #include <string>
 
 #include "algorithms.h"
@@ -36,6 +37,8 @@ constexpr int kCountShift = 48, kAlgorithmShift = 42, kTypeShift = 38;
 constexpr uint64_t kContentMask = (uint64_t{1} << kAlgorithmShift) - 1;
 
 // The lower 48 bits: an operation on `bytes` bytes of elements of a type.
+static_assert(std::size(kElementTypes) <= 1 << (kAlgorithmShift - kTypeShift));
+static_assert(std::size(kAlgorithms) <= 1 << (kCountShift - kAlgorithmShift));
 inline uint64_t OperationWord(Algorithm algorithm, ElementType type, size_t bytes) {
   const uint64_t size = bytes & ((uint64_t{1} << kTypeShift) - 1);
   return static_cast<uint64_t>(algorithm) << kAlgorithmShift |

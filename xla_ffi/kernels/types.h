@@ -171,6 +171,7 @@ struct F64 {
 // Integers wrap, so signed and unsigned ones share a sum. `Lanes::Add` adds two words' lanes.
 template <class Lanes>
 struct Integer {
+  using Item = typename Lanes::Item;
   static constexpr int kItemBytes = Lanes::kItemBytes;
   using Packets = FlaggedPackets;
   using Sum = Pack;
@@ -181,6 +182,7 @@ struct Integer {
 };
 
 struct Lanes8 {
+  using Item = int8_t;
   static constexpr int kItemBytes = 1;
   // Four bytes in a word: the top bits are added apart, so that no carry leaves its byte.
   JIN_FN static void Add(Pack* s, const Pack& p) {
@@ -193,6 +195,7 @@ struct Lanes8 {
 };
 
 struct Lanes32 {
+  using Item = int32_t;
   static constexpr int kItemBytes = 4;
   JIN_FN static void Add(Pack* s, const Pack& p) {
     JIN_UNROLL
@@ -201,6 +204,7 @@ struct Lanes32 {
 };
 
 struct Lanes64 {
+  using Item = int64_t;
   static constexpr int kItemBytes = 8;
   JIN_FN static void Add(Pack* s, const Pack& p) {
     uint64_t a[2], b[2];
@@ -215,6 +219,70 @@ struct Lanes64 {
 using I8 = Integer<Lanes8>;
 using I32 = Integer<Lanes32>;
 using I64 = Integer<Lanes64>;
+
+// Their sums are those of signed ones; only maxima and minima tell them apart.
+struct U8 : I8 {
+  using Item = uint8_t;
+};
+struct U32 : I32 {
+  using Item = uint32_t;
+};
+struct U64 : I64 {
+  using Item = uint64_t;
+};
+template <class Type>
+constexpr bool kIsUnsigned =
+    std::is_same_v<Type, U8> || std::is_same_v<Type, U32> || std::is_same_v<Type, U64>;
+
+// The larger or the smaller of two numbers. A NaN is both; +0 is larger than -0.
+template <bool kMax, class Number>
+JIN_FN Number ExtremeOf(Number a, Number b) {
+#if defined(__CUDACC__)
+  if constexpr (std::is_same_v<Number, float>) {
+    float x;
+    if constexpr (kMax) {
+      asm("max.NaN.f32 %0, %1, %2;" : "=f"(x) : "f"(a), "f"(b));
+    } else {
+      asm("min.NaN.f32 %0, %1, %2;" : "=f"(x) : "f"(a), "f"(b));
+    }
+    return x;
+  }
+#endif
+  if constexpr (std::is_floating_point_v<Number>) {
+    if (a != a || b != b) return a + b;
+    if (a == b) {
+      uint64_t bits = 0;
+      memcpy(&bits, &a, sizeof a);
+      const bool a_is_negative = bits >> (8 * sizeof a - 1) != 0;
+      return a_is_negative == kMax ? b : a;
+    }
+  }
+  return (a > b) == kMax ? a : b;
+}
+
+// A type whose packs are not summed: the largest or the smallest element of all ranks counts. The
+// folds of lax.max and lax.min in rank order have the same value.
+template <class Type, bool kMax>
+struct Extreme : Type {
+  using Sum = typename Type::Sum;
+  JIN_FN static void Add(Sum* s, const Pack& p) {
+    if constexpr (std::is_same_v<Sum, Pack>) {
+      using Item = typename Type::Item;
+      Item a[16 / sizeof(Item)], b[16 / sizeof(Item)];
+      memcpy(a, s, 16);
+      memcpy(b, &p, 16);
+      JIN_UNROLL
+      for (size_t k = 0; k < 16 / sizeof(Item); ++k) a[k] = ExtremeOf<kMax>(a[k], b[k]);
+      memcpy(s, a, 16);
+    } else {
+      Sum other;
+      Type::Start(&other, p);
+      constexpr int kLanes = sizeof(Sum) / sizeof(s->lane[0]);
+      JIN_UNROLL
+      for (int k = 0; k < kLanes; ++k) s->lane[k] = ExtremeOf<kMax>(s->lane[k], other.lane[k]);
+    }
+  }
+};
 
 // The type as which operations that only copy take elements, so that they are compiled once. The
 // NaN that BF16 sends in place of an empty word is one of each type that travels in bare packets.
@@ -250,6 +318,31 @@ struct AnyFlagged {
            : type == ElementType::kI8  ? with(I8{})
            : type == ElementType::kI32 ? with(I32{})
                                        : with(I64{});
+  }
+};
+#endif
+
+#if defined(__CUDACC__)
+template <bool kMax>
+struct Extreme<AnyBare, kMax> : AnyBare {
+#pragma nv_exec_check_disable
+  template <class With>
+  JIN_HOST_FN static auto Visit(ElementType type, const With& with) {
+    return AnyBare::Visit(type, [&](auto of) { return with(Extreme<decltype(of), kMax>{}); });
+  }
+};
+
+template <bool kMax>
+struct Extreme<AnyFlagged, kMax> : AnyFlagged {
+#pragma nv_exec_check_disable
+  template <class With>
+  JIN_HOST_FN static auto Visit(ElementType type, const With& with) {
+    return type == ElementType::kU8    ? with(Extreme<U8, kMax>{})
+           : type == ElementType::kU32 ? with(Extreme<U32, kMax>{})
+           : type == ElementType::kU64 ? with(Extreme<U64, kMax>{})
+                                       : AnyFlagged::Visit(type, [&](auto of) {
+                                           return with(Extreme<decltype(of), kMax>{});
+                                         });
   }
 };
 #endif

@@ -6,7 +6,8 @@ others. No file here imports the package itself. Each imports files below it onl
     fallback, lowering_site
     primitive
     global_arrays
-    collective           <- psum, psum_scatter, all_gather, all_to_all
+    collective           <- psum_scatter, all_gather, all_to_all
+    all_reduce           <- psum, pmax
     norm_rules           <- residual_norm
     local_matmuls, matmul_arguments, overlapped_call
     collective_matmul    <- all_gather_matmul, matmul_reduce_scatter <- matmul_all_reduce
@@ -21,6 +22,7 @@ from jax_intranode._src.ops import all_to_all as all_to_all
 from jax_intranode._src.ops import column_parallel_matmul as column_parallel_matmul
 from jax_intranode._src.ops import matmul_all_reduce as matmul_all_reduce
 from jax_intranode._src.ops import matmul_gradients as matmul_gradients
+from jax_intranode._src.ops import pmax as pmax
 from jax_intranode._src.ops import psum as psum
 from jax_intranode._src.ops import psum_scatter as psum_scatter
 from jax_intranode._src.ops import residual_norm as residual_norm

@@ -53,8 +53,8 @@ class Params:
 
 
 @dataclass(frozen=True)
-class PsumParams(Params):
-    """Parameters of `psum_p`, which sums arrays of one dtype.
+class AllReduceParams(Params):
+    """Parameters of `psum_p`, `pmax_p` and `pmin_p`, which reduce arrays of one dtype.
 
     Attributes:
         invariant: whether the results no longer vary over the axes (check_vma=True). lax has a
@@ -63,12 +63,30 @@ class PsumParams(Params):
 
     invariant: bool
 
-    def by_lax(self, xs: Sequence[Any]) -> list[Any]:
-        return lax.psum(list(xs), self.axes)
-
     @classmethod
     def of_lax(cls, of: LaxCollective, world_size: int) -> Params:
         return cls(of.axes, invariant=of.invariant)
+
+
+class PsumParams(AllReduceParams):
+    """Parameters of `psum_p`."""
+
+    def by_lax(self, xs: Sequence[Any]) -> list[Any]:
+        return lax.psum(list(xs), self.axes)
+
+
+class PmaxParams(AllReduceParams):
+    """Parameters of `pmax_p`."""
+
+    def by_lax(self, xs: Sequence[Any]) -> list[Any]:
+        return lax.pmax(list(xs), self.axes)
+
+
+class PminParams(AllReduceParams):
+    """Parameters of `pmin_p`."""
+
+    def by_lax(self, xs: Sequence[Any]) -> list[Any]:
+        return lax.pmin(list(xs), self.axes)
 
 
 @dataclass(frozen=True)
@@ -141,6 +159,8 @@ class AllToAllParams(Params):
 
 
 psum_p = OpPrimitive("psum", PsumParams)
+pmax_p = OpPrimitive("pmax", PmaxParams)
+pmin_p = OpPrimitive("pmin", PminParams)
 psum_scatter_p = OpPrimitive("psum_scatter", PsumScatterParams)
 all_gather_p = OpPrimitive("all_gather", AllGatherParams)
 all_to_all_p = OpPrimitive("all_to_all", AllToAllParams)

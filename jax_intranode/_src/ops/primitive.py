@@ -122,8 +122,8 @@ class OpPrimitive:
         *,
         abstract_eval: Callable[..., list[Any]],
         decide: Decide,
-        jvp: Callable[..., tuple[list[Any], list[Any]]],
-        transpose: Callable[..., list[Any]],
+        jvp: Callable[..., tuple[list[Any], list[Any]]] | None,
+        transpose: Callable[..., list[Any]] | None,
         batch: Callable[..., tuple[Any, Any]],
         needed: Callable[[list[bool], Any], tuple[list[bool], Any]] | None = None,
     ) -> None:
@@ -134,8 +134,10 @@ class OpPrimitive:
             decide: (site, avals, params) -> what a call runs as. The mesh's processes rendezvous
                 if needed.
             jvp: (bind, primals, tangents, params) -> results and their tangents. `bind` binds
-                the form that is differentiated, for the devices it was traced over.
-            transpose: (cotangents, *operands, params) -> cotangents of the operands.
+                the form that is differentiated, for the devices it was traced over. None: it has
+                no derivative.
+            transpose: (cotangents, *operands, params) -> cotangents of the operands. None: it is
+                not linear.
             batch: (name, size, operands, dims, params) -> results and their batch dimensions.
                 `name` and `size` are those of the mapped axis. Called only if an operand is batched
                 or if the mapped axis has the name of one of the operation's axes.
@@ -168,6 +170,7 @@ class OpPrimitive:
             cotangents: Sequence[Any], *operands: Any, params: Any, traced_over: Any
         ) -> list[Any]:
             del traced_over  # what is bound next is traced here
+            assert transpose is not None
             return transpose(cotangents, *operands, params=params)
 
         def needed_by_equation(
@@ -195,14 +198,17 @@ class OpPrimitive:
                 traced_over: Any,
                 form: Primitive = primitive,
             ) -> tuple[list[Any], list[Any]]:
+                assert jvp is not None
                 bind = partial(form.bind, traced_over=traced_over)
                 with jax.auto_pcast(True):
                     return jvp(bind, primals, tangents, params)
 
             primitive.def_effectful_abstract_eval(types_and_effects)
             mlir.register_lowering(primitive, lower)
-            ad.primitive_jvps[primitive] = jvp_of_form
-            ad.primitive_transposes[primitive] = transpose_here
+            if jvp is not None:
+                ad.primitive_jvps[primitive] = jvp_of_form
+            if transpose is not None:
+                ad.primitive_transposes[primitive] = transpose_here
             primitive_rules.batch_by_axis(primitive, batch_if_needed)
             if needed is not None:
                 primitive_rules.drop_unused_results(primitive, needed_by_equation)

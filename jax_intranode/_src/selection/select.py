@@ -9,7 +9,7 @@ import hashlib
 from dataclasses import dataclass
 
 from jax_intranode._src.native import definitions
-from jax_intranode._src.operations import HYBRID_CUBE_MESH, RECORDS
+from jax_intranode._src.operations import HYBRID_CUBE_MESH, RECORDS, protocol_of
 from jax_intranode._src.selection import generations, table
 
 # Why lax runs an operation. JAX_INTRANODE_STRICT=1 tells these apart.
@@ -145,8 +145,8 @@ def select(
         rows = tuple(dataclasses.replace(row, algorithm=HYBRID_CUBE_MESH) for row in rows)
         source = f"{source[:-1]}, all of them linked)"
         segment_bytes = 0  # as the algorithms above
-    if algorithm not in RECORDS[operation].algorithms:
-        algorithm = "auto"  # the setting is for other operations
+    # "auto", and also where the setting is for other operations.
+    algorithm = RECORDS[operation].by_protocol(algorithm) or "auto"
     if algorithm == "auto":
         fitting = [row for row in rows if nbytes <= row.nbytes]
 
@@ -205,7 +205,7 @@ def launch(
         return None
     packs = -(-nbytes // definitions.PACK_BYTES)
     work = definitions.segment_packs(row.algorithm, packs, world_size, segments)
-    if row.algorithm == "two_shot":
+    if protocol_of(row.algorithm) == "two_shot":
         work = -(-work // world_size)
     most = resident_blocks(row.threads, world_size, generations.of_hardware(hardware).sms)
     return segments, max(1, min(row.blocks, most, -(-work // row.threads)))
@@ -226,10 +226,11 @@ def _in_segments(row: table.Row, world_size: int, segment_bytes: int) -> table.R
 
     Between two ranks one-shot sends as many bytes as two-shot, and in one hop.
     """
-    algorithm = row.algorithm
-    if algorithm in ("one_shot", "two_shot"):
-        algorithm = "one_shot" if world_size == 2 else "two_shot"
-    return dataclasses.replace(row, algorithm=algorithm, segment_bytes=segment_bytes)
+    protocol = "one_shot" if world_size == 2 else "two_shot"
+    algorithm = RECORDS[definitions.OPERATIONS[row.algorithm]].by_protocol(protocol)
+    return dataclasses.replace(
+        row, algorithm=algorithm or row.algorithm, segment_bytes=segment_bytes
+    )
 
 
 def _segments(
@@ -298,12 +299,11 @@ def select_norm(
         own, _ = table.rows_and_source(*where, tuned)
         measured = own or table.rows(hardware, mode, record.collective or "", "bare", world_size)
         fitting = [row for row in measured if nbytes <= row.nbytes and not row.segment_bytes]
-        first = fitting[0].algorithm if fitting else "two_shot"
+        first = protocol_of(fitting[0].algorithm) if fitting else "two_shot"
         if algorithm != "auto":
             first = algorithm
             reason = f"JAX_INTRANODE_ALGORITHM={algorithm}"
-        first = f"{first.removesuffix(f'_{record.norm}')}_{record.norm}"
-        candidates = (first, *(name for name in candidates if name != first))
+        candidates = tuple(sorted(candidates, key=lambda name: protocol_of(name) != first))
     for name in candidates:
         most = definitions.norm_rows_per_operation(
             name, dtype, hidden, world_size, epoch_buffer_bytes
@@ -313,7 +313,7 @@ def select_norm(
         at_once = min(rows, most)
         if at_once < rows:
             reason += f", in {-(-rows // at_once)} operations"
-        if name.startswith("two_shot"):
+        if protocol_of(name) == "two_shot":
             at_once = -(-at_once // world_size)
         threads = max(32, min(definitions.MAX_THREADS, 1 << (packs - 1).bit_length()))
         return Selection(name, reason, min(at_once, definitions.MAX_BLOCKS), threads)

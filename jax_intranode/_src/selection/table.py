@@ -224,8 +224,12 @@ def rows(
     like = RECORDS[operation].like
     if like is None:
         return ()
-    found = rows(hardware, mode, like, packets, world_size)
-    return tuple(dataclasses.replace(row, measured=False) for row in found)
+    # Its algorithms are those of the other one, in the same order.
+    named = dict(zip(RECORDS[like].in_order, RECORDS[operation].in_order, strict=True))
+    return tuple(
+        dataclasses.replace(row, algorithm=named[row.algorithm], measured=False)
+        for row in rows(hardware, mode, like, packets, world_size)
+    )
 
 
 def rows_and_source(

@@ -22,7 +22,7 @@ from jax_intranode._src.group import agreed
 from jax_intranode._src.group import partition as partition_lib
 from jax_intranode._src.native import definitions, extension
 from jax_intranode._src.ops import collective
-from jax_intranode._src.ops.psum import operations
+from jax_intranode._src.ops.all_reduce import operations
 from jax_intranode._src.selection import select, tuning
 
 # The number of operations in one graph.
@@ -124,7 +124,8 @@ def _selected(
     """Returns the selection for each collective of our call on leaves of these sizes."""
     if operation.steps[0].takes_many:
         shapes = [(count,) for count in counts]
-        return [chosen for _, chosen in operations(mesh, ("x",), shapes, dtype)]
+        name = operation.steps[0].name
+        return [chosen for _, chosen in operations(name, mesh, ("x",), shapes, dtype)]
     selected = []
     for count in counts:
         nbytes = count * dtype.itemsize

@@ -28,7 +28,7 @@ from jax_intranode._src.group import communicator
 from jax_intranode._src.group import partition as partition_lib
 from jax_intranode._src.group import rendezvous as rendezvous_lib
 from jax_intranode._src.native import definitions
-from jax_intranode._src.operations import NORM, RECORDS, of_kind
+from jax_intranode._src.operations import NORM, RECORDS, of_kind, protocol_of
 from jax_intranode._src.ops.norm_rules import NormParams
 from jax_intranode._src.selection import generations, select, table, tuning
 
@@ -243,7 +243,7 @@ class Sweep:
             ):
                 continue
             # It sends the whole message to each rank.
-            if algorithm == "one_shot" and nbytes > 2 << 20 and self._settings.devices > 2:
+            if protocol_of(algorithm) == "one_shot" and nbytes > 2 << 20 and self._settings.devices > 2:
                 continue
             for threads in _THREADS if on_gpus else (1,):
                 # Small blocks of a large message are never fastest.

@@ -1,0 +1,191 @@
+"""What psum, pmax and pmin share: every rank gets the sum or the extreme of all ranks' operands."""
+
+import math
+from collections.abc import Callable, Hashable, Sequence
+from functools import partial
+from typing import Any
+
+import jax
+import numpy as np
+
+from jax_intranode._src.jax_private import trace_state
+from jax_intranode._src.native import definitions
+from jax_intranode._src.ops import collective, fallback
+from jax_intranode._src.ops.annotations import AxisNames, PyTree
+from jax_intranode._src.ops.collective import AllReduceParams
+from jax_intranode._src.ops.lowering_site import LoweringSite
+from jax_intranode._src.ops.primitive import Decision, OpPrimitive
+from jax_intranode._src.selection import select
+
+
+def of_tree(
+    primitive: OpPrimitive,
+    x: PyTree,
+    axis_name: AxisNames,
+    axis_index_groups: Sequence[Sequence[int]] | None,
+    of_lax: Callable[..., Any],
+    constants_send: bool,
+) -> PyTree:
+    """Reduces the arrays of a pytree: those of one dtype by as few operations as possible.
+
+    Args:
+        of_lax: the function of ``jax.lax``, of the same arguments.
+        constants_send: whether it communicates operands that do not depend on any argument.
+    """
+    operation, params_of = primitive.operation, primitive.params
+    assert params_of is not None  # all of these replace collectives of lax
+    axes = tuple(axis_name) if isinstance(axis_name, (tuple, list)) else (axis_name,)
+    axes = trace_state.axes_in_types(axes)
+    leaves, tree = jax.tree.flatten(x)
+
+    def sends(leaf: Any) -> bool:
+        return constants_send or isinstance(leaf, jax.core.Tracer)
+
+    reason = fallback.reason_of_axes(axes, axis_index_groups)
+    if reason is not None:
+        with fallback.to_lax(operation, reason, sends=len(axes) > 0 and any(map(sends, leaves))):
+            return of_lax(x, axis_name, axis_index_groups=axis_index_groups)
+    by_dtype: dict[str, list[int]] = {}
+    for i, leaf in enumerate(leaves):
+        reason = fallback.reason_of_array(operation, leaf, axes)
+        if reason is None:
+            by_dtype.setdefault(leaf.dtype.name, []).append(i)
+        else:
+            with fallback.to_lax(operation, reason, sends=sends(leaf)):
+                leaves[i] = of_lax(leaf, axes)
+    params = params_of(axes, invariant=trace_state.check_vma())
+    for chosen in by_dtype.values():
+        results = collective.bind(primitive, [leaves[i] for i in chosen], params)
+        for i, result in zip(chosen, results, strict=True):
+            leaves[i] = result
+    return jax.tree.unflatten(tree, leaves)
+
+
+# Selection: the arrays of one call are reduced by one operation or several.
+
+# The positions of the arrays that one operation reduces, and its algorithm.
+Part = tuple[list[int], select.Selection]
+
+
+def operations(
+    operation: str,
+    mesh: jax.sharding.Mesh,
+    axes: Sequence[str],
+    shapes: Sequence[Sequence[int]],
+    dtype: Any,
+) -> list[Part]:
+    """Divides an all-reduce of arrays of one dtype into operations.
+
+    Returns:
+        The operations. Empty arrays are in none of them, unless all arrays are empty.
+    """
+    dtype = np.dtype(dtype)
+    # In a kernel's buffer each array starts a new pack.
+    packs = [-(-math.prod(shape) * dtype.itemsize // definitions.PACK_BYTES) for shape in shapes]
+    choose_by_bytes = collective.chooser(operation, mesh, axes, dtype)
+
+    def choose(chosen: Sequence[int]) -> select.Selection:
+        count = sum(packs[i] for i in chosen)
+        if len(chosen) > 1 and count > definitions.MAX_PACKS:
+            return select.Selection("lax", "together the arrays are larger than 64 GiB")
+        return choose_by_bytes(count * definitions.PACK_BYTES)
+
+    nonempty = [i for i, count in enumerate(packs) if count > 0] or list(range(len(packs)))
+    whole = choose(nonempty)
+    on_gpus = mesh.devices.flat[0].platform == "gpu"
+    # On GPUs XLA reduces all arrays at once; on CPUs, one by one.
+    most = (math.inf if on_gpus else 1) if whole.algorithm == "lax" else definitions.MAX_BUFFERS
+    if len(nonempty) <= most:
+        return [(nonempty, whole)]
+    # Each operation takes as many of the arrays, in order, as can be accelerated together.
+    parts: list[Part] = []
+    for i in nonempty:
+        if parts and len(parts[-1][0]) < definitions.MAX_BUFFERS:
+            longer = [*parts[-1][0], i]
+            selected = choose(longer)
+            if selected.algorithm != "lax":
+                parts[-1] = longer, selected
+                continue
+        parts.append(([i], choose([i])))
+    return parts
+
+
+# Rules.
+
+
+def _abstract_eval(*xs: Any, params: AllReduceParams) -> list[Any]:
+    def reduced(x: Any) -> Any:
+        if not params.invariant:
+            return x.update(weak_type=False)
+        return collective.invariant_over(x, params.axes)
+
+    return [reduced(x) for x in xs]
+
+
+def _decide(
+    primitive: OpPrimitive, site: LoweringSite, avals: Sequence[Any], params: AllReduceParams
+) -> Decision:
+    reason = site.reason_for_lax()
+    if reason is not None:
+        parts = [(list(range(len(avals))), select.Selection("lax", reason))]
+    else:
+        assert site.mesh is not None  # or there would be a reason
+        shapes = [x.shape for x in avals]
+        parts = operations(primitive.operation, site.mesh, params.axes, shapes, avals[0].dtype)
+
+    def lower(ctx: Any, *xs: Any) -> list[Any]:
+        results = list(xs)  # an empty array is its own result
+        for chosen, selected in parts:
+            operands = [xs[i] for i in chosen]
+            part = ctx.replace(
+                avals_in=[avals[i] for i in chosen],
+                avals_out=[ctx.avals_out[i] for i in chosen],
+            )
+            if selected.algorithm == "lax":
+                reduced = collective.lower_to_lax(part, primitive, operands, params, selected)
+            else:
+                reduced = collective.lower_to_call(
+                    part, primitive, operands, site.mesh, params.axes, selected
+                )
+            for i, result in zip(chosen, reduced, strict=True):
+                results[i] = result
+        return results
+
+    return Decision(
+        lower,
+        lambda: [
+            collective.operation_of(primitive, [avals[i] for i in chosen], selected)
+            for chosen, selected in parts
+        ],
+    )
+
+
+def _batch(
+    primitive: OpPrimitive,
+    name: Hashable,
+    size: int,
+    operands: Sequence[Any],
+    dims: Sequence[Any],
+    params: AllReduceParams,
+) -> tuple[list[Any], list[Any]]:
+    if name in params.axes:
+        return collective.batch_over_hidden_axis(
+            primitive, name, size, operands, dims, params, None
+        )
+    return primitive.bind(*operands, params=params), list(dims)
+
+
+def register(
+    primitive: OpPrimitive,
+    jvp: Callable[..., tuple[list[Any], list[Any]]] | None = None,
+    transpose: Callable[..., list[Any]] | None = None,
+) -> None:
+    """Registers the rules of an all-reduce; `jvp` and `transpose` as `OpPrimitive.register`."""
+    primitive.register(
+        abstract_eval=_abstract_eval,
+        decide=partial(_decide, primitive),
+        jvp=jvp,
+        transpose=transpose,
+        batch=partial(_batch, primitive),
+        needed=collective.needed,
+    )

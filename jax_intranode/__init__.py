@@ -45,6 +45,7 @@ try:
     from jax_intranode._src.ops.matmul_all_reduce import matmul_all_reduce
     from jax_intranode._src.ops.matmul_reduce_scatter import matmul_reduce_scatter
     from jax_intranode._src.ops.pmax import pmax, pmin
+    from jax_intranode._src.ops.ppermute import ppermute
     from jax_intranode._src.ops.psum import pmean, psum
     from jax_intranode._src.ops.psum_scatter import psum_scatter
     from jax_intranode._src.ops.residual_norm import (
@@ -100,6 +101,7 @@ __all__ = [
     "pmax",
     "pmean",
     "pmin",
+    "ppermute",
     "psum",
     "psum_residual_layer_norm",
     "psum_residual_rms_norm",

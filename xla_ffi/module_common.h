@@ -127,13 +127,14 @@ void ExportCommon(nb::module_& m) {
       "create_communicator",
       [](const Ids& device_ids, int64_t group_size, const MemberTuples& members,
          size_t epoch_buffer_bytes, double timeout_s, const Memories& memory,
-         const std::vector<LinksOfGroup>& links) {
-        Backend::CreateCommunicator({device_ids, group_size}, MembersOf(members),
+         const std::vector<LinksOfGroup>& links, bool permutes) {
+        Backend::CreateCommunicator({device_ids, group_size, permutes}, MembersOf(members),
                                     epoch_buffer_bytes, timeout_s,
                                     std::make_shared<Memories>(memory), links);
       },
       nb::arg("device_ids"), nb::arg("group_size"), nb::arg("members"),
-      nb::arg("epoch_buffer_bytes"), nb::arg("timeout_s"), nb::arg("memory"), nb::arg("links"));
+      nb::arg("epoch_buffer_bytes"), nb::arg("timeout_s"), nb::arg("memory"), nb::arg("links"),
+      nb::arg("permutes"));
   m.def(
       "create_peer_buffer",
       [](const std::string& name, const Ids& device_ids, int64_t group_size,

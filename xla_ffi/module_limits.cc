@@ -11,6 +11,7 @@
 #include "kernels/buffers.h"
 #include "kernels/failure_reason.h"
 #include "kernels/group.h"
+#include "kernels/permute.h"
 
 namespace nb = nanobind;
 
@@ -33,13 +34,14 @@ Algorithm AlgorithmNamed(const std::string& name) {
 }  // namespace
 
 void ExportLimits(nb::module_& m) {
-  nb::list algorithms, in_segments, dtypes, widths, fields;
+  nb::list algorithms, in_segments, with_own_region, dtypes, widths, fields;
   nb::dict operations, reasons;
   for (Algorithm algorithm : kAlgorithms) {
     const char* const name = AlgorithmName(algorithm);
     algorithms.append(name);
     operations[name] = OperationName(algorithm);
     if (RunsInSegments(algorithm)) in_segments.append(name);
+    if (HasOwnRegion(algorithm)) with_own_region.append(name);
   }
 #define JIN_X(xla_name, numpy_name, sum, extreme) dtypes.append(numpy_name);
   JIN_DTYPES(JIN_X)
@@ -54,6 +56,7 @@ void ExportLimits(nb::module_& m) {
   m.attr("DTYPES") = nb::tuple(dtypes);
   m.attr("FAILURE_REASONS") = reasons;
   m.attr("IN_SEGMENTS") = nb::tuple(in_segments);
+  m.attr("WITH_OWN_REGION") = nb::tuple(with_own_region);
   m.attr("TILE_COLUMNS") = nb::tuple(widths);
   m.attr("PLAN_FIELDS") = nb::tuple(fields);
 
@@ -71,6 +74,7 @@ void ExportLimits(nb::module_& m) {
   m.attr("MAX_THREADS") = kMaxThreads;
   m.attr("MAX_BUFFERS") = kMaxBuffers;
   m.attr("MAX_PACKS") = kMaxPacks;
+  m.attr("MAX_MEMBERS") = kMaxMembers;
   m.attr("PACK_BYTES") = sizeof(Pack);
 
   m.def(

@@ -153,6 +153,16 @@ def _exchanged(operands: Iterable[np.ndarray], n: int) -> list[np.ndarray]:
     return list(np.stack([x.reshape(n, -1) for x in operands], axis=1).reshape(n, -1))
 
 
+def _to_the_next(library: Any, xs: list[Any]) -> Any:
+    n = library.psum(1, "x")
+    return library.ppermute(xs, "x", [(rank, (rank + 1) % n) for rank in range(n)])
+
+
+def _from_the_one_before(operands: Iterable[np.ndarray], n: int) -> list[np.ndarray]:
+    *others, last = operands
+    return [last, *others]
+
+
 # The records.
 
 
@@ -237,6 +247,16 @@ RECORDS: dict[str, Record] = {
             stablehlo="all_to_all",
             call=lambda library, xs: library.all_to_all(xs, "x", 0, 0, tiled=True),
             expected=_exchanged,
+        ),
+        Record(
+            name="ppermute",
+            kind=COLLECTIVE,
+            dtypes=EXCHANGED,
+            algorithms=("permute",),
+            lax_primitives=("ppermute",),
+            takes_many=True,
+            call=_to_the_next,
+            expected=_from_the_one_before,
         ),
         Record(
             name="all_gather_matmul",

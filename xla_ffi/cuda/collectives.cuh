@@ -5,6 +5,7 @@
 
 #include "../kernels/hybrid_cube_mesh.h"
 #include "../kernels/one_hop.h"
+#include "../kernels/permute.h"
 #include "../kernels/segments.h"
 #include "../kernels/two_shot.h"
 #include "device_thread.h"
@@ -25,6 +26,25 @@ __global__ void __launch_bounds__(kMaxThreads)
     return;
   }
   RunOperation<Body<Type, N, typename Type::Packets>>(thread, group, call);
+}
+
+template <class Type, class Call>
+__global__ void __launch_bounds__(kMaxThreads)
+    jax_intranode_permute(const __grid_constant__ DeviceGroup group,
+                          const __grid_constant__ Call call) {
+  DeviceThread thread(group, Algorithm::kPermute);
+  if (thread.IsCheckBlock()) {
+    BeginPermute(thread, group, call);
+    return;
+  }
+  RunOperation<Permute<Type, 0, typename Type::Packets>>(thread, group, call);
+}
+
+template <class Type>
+const void* PermuteKernel(bool aligned) {
+  using Copied = CopiedAs<Type>;
+  return aligned ? kListed<&jax_intranode_permute<Copied, AlignedPermute>>
+                 : kListed<&jax_intranode_permute<Copied, Permutes>>;
 }
 
 template <template <class, int, class> class Body, Algorithm algorithm, class Type, int N,

@@ -6,6 +6,7 @@
 #include "../kernels/algorithms.h"
 #include "../kernels/group.h"
 #include "../kernels/norm.h"
+#include "../kernels/permute.h"
 #include "../kernels/segments.h"
 #include "failure.h"
 
@@ -24,6 +25,7 @@ struct DeviceGroup : Group {
 
 // Every driver takes kernel parameters of this size.
 static_assert(sizeof(DeviceGroup) + sizeof(InSegments<Buffers>) <= 4096);
+static_assert(sizeof(DeviceGroup) + sizeof(Permutes) <= 4096);
 
 // The buffers that a kernel takes: AlignedBuffer, Buffer or Buffers.
 enum class CallKind { kAligned, kAny, kMany };
@@ -35,6 +37,8 @@ const void* BareKernel(Algorithm algorithm, ElementType type, int size, CallKind
                        bool in_segments);
 const void* FlaggedKernel(Algorithm algorithm, ElementType type, int size, CallKind kind,
                           bool in_segments);
+const void* BarePermuteKernel(bool aligned);
+const void* FlaggedPermuteKernel(bool aligned);
 const void* NormKernel(ElementType type, int size, bool aligned);
 
 struct LaunchShape {
@@ -49,6 +53,8 @@ cudaError_t Launch(Algorithm algorithm, ElementType type, const DeviceGroup& gro
 cudaError_t Launch(Algorithm algorithm, ElementType type, const DeviceGroup& group,
                    const Buffers& buffers, uint32_t segments, LaunchShape shape,
                    cudaStream_t stream);
+cudaError_t LaunchPermute(ElementType type, const DeviceGroup& group, const Permutes& call,
+                          LaunchShape shape, cudaStream_t stream);
 cudaError_t LaunchNorm(ElementType type, const DeviceGroup& group, const NormCall& call,
                        LaunchShape shape, cudaStream_t stream);
 

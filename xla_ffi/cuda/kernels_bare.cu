@@ -7,4 +7,6 @@ const void* BareKernel(Algorithm algorithm, ElementType type, int size, CallKind
   return KernelOfCall<AnyBare>(algorithm, type, size, kind, in_segments);
 }
 
+const void* BarePermuteKernel(bool aligned) { return PermuteKernel<AnyBare>(aligned); }
+
 }  // namespace jax_intranode

@@ -7,4 +7,6 @@ const void* FlaggedKernel(Algorithm algorithm, ElementType type, int size, CallK
   return KernelOfCall<AnyFlagged>(algorithm, type, size, kind, in_segments);
 }
 
+const void* FlaggedPermuteKernel(bool aligned) { return PermuteKernel<AnyFlagged>(aligned); }
+
 }  // namespace jax_intranode

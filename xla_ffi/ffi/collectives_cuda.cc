@@ -38,6 +38,10 @@ cudaError_t LaunchOne(const DeviceSite& site, ElementType type, const DeviceGrou
              : Launch(site.algorithm, type, group, buffers, site.segments, site.shape(), stream);
 }
 cudaError_t LaunchOne(const DeviceSite& site, ElementType type, const DeviceGroup& group,
+                      const Permutes& call, cudaStream_t stream) {
+  return LaunchPermute(type, group, call, site.shape(), stream);
+}
+cudaError_t LaunchOne(const DeviceSite& site, ElementType type, const DeviceGroup& group,
                       const NormCall& call, cudaStream_t stream) {
   return LaunchNorm(type, group, call, site.shape(), stream);
 }
@@ -47,7 +51,7 @@ ffi::Error LaunchAll(cudaStream_t stream, int32_t device, const DeviceSite& site
                      ffi::RemainingArgs xs, ffi::RemainingRets ys) {
   group.site = site.number;
   return ForEachOperation(
-      site, group.size, group.epoch_buffer_bytes, xs, ys,
+      site, group.size, group.rank, group.epoch_buffer_bytes, xs, ys,
       [&]<class Call>(ElementType type, const Call& call) {
         if constexpr (std::is_same_v<Call, NormCall>) {
           if (!NormFits(type, call, site.shape())) {

@@ -65,7 +65,7 @@ ffi::Future Execute(int32_t device, HostSite* site, ffi::RemainingArgs xs, ffi::
   HostGroup& group = *member->second.group;
   std::shared_ptr<Ticket> last;
   ffi::Error error = ForEachOperation(
-      *site, group.size(), group.epoch_buffer_bytes(), xs, ys,
+      *site, group.size(), member->second.rank, group.epoch_buffer_bytes(), xs, ys,
       [&](ElementType type, const auto& call) {
         last = group.Arrive(member->second.rank, site->identity,
                             {site->algorithm, type, site->segments, site->name}, call);

@@ -53,9 +53,9 @@ void CreateDeviceCommunicator(const Partition& partition, const std::vector<Grou
   communicator->is_cube_mesh = !links.empty();
   communicator->memory = std::move(memory);
   for (const GroupMember& member : members) {
-    DeviceGroup group{GroupOf(member, partition.second, epoch_buffer_bytes)};
+    DeviceGroup group{GroupOf(member, partition.size, epoch_buffer_bytes)};
     if (!links.empty()) {
-      group.links = LinksOf(links, member.group, partition.second).at(member.rank);
+      group.links = LinksOf(links, member.group, partition.size).at(member.rank);
     }
     group.KeepLinked();
     group.timeout_ns = static_cast<uint64_t>(timeout_s * 1e9);
@@ -76,7 +76,7 @@ void AddRings(const Partition& partition,
   for (const auto& [device, addresses] : rings) {
     DeviceCommunicator::Member& member = communicator->members.at(static_cast<int32_t>(device));
     member.matmul = {static_cast<int>(device), member.group, {}, ring_bytes};
-    CopyAddresses({.addresses = addresses}, partition.second, member.matmul->ring);
+    CopyAddresses({.addresses = addresses}, partition.size, member.matmul->ring);
     CreateSideStreams(member.matmul->device);
   }
 }

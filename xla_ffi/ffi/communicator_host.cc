@@ -23,9 +23,9 @@ void CreateHostCommunicator(const Partition& partition, const std::vector<GroupM
     if (!group) {
       std::vector<int>& ranks = local_ranks[member.group];
       std::sort(ranks.begin(), ranks.end());
-      group = std::make_shared<HostGroup>(GroupOf(member, partition.second, epoch_buffer_bytes),
+      group = std::make_shared<HostGroup>(GroupOf(member, partition.size, epoch_buffer_bytes),
                                           ranks, DeviceIdsOf(partition, member.group), timeout,
-                                          memory, LinksOf(links, member.group, partition.second));
+                                          memory, LinksOf(links, member.group, partition.size));
     }
     communicator->members[member.device] = {group, member.rank};
   }

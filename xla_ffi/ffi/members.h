@@ -23,7 +23,7 @@ struct GroupMember {
 };
 
 inline std::vector<int64_t> DeviceIdsOf(const Partition& partition, int64_t group) {
-  const auto& [ids, size] = partition;
+  const auto& [ids, size, permutes] = partition;
   return {ids.begin() + group * size, ids.begin() + (group + 1) * size};
 }
 

@@ -12,6 +12,7 @@
 #include "../kernels/algorithms.h"
 #include "../kernels/buffers.h"
 #include "../kernels/norm.h"
+#include "../kernels/permute.h"
 #include "xla/ffi/api/ffi.h"
 
 namespace jax_intranode {
@@ -70,7 +71,9 @@ inline ffi::Error CollectBuffers(Algorithm algorithm, uint32_t segments, int siz
                                  ElementType* type, Buffers* buffers) {
   const auto& [xs, ys] = operands;
   const std::string name = OperationName(algorithm);
-  const size_t most = IsAllReduce(algorithm) ? kMaxBuffers : 1;
+  const size_t most = IsAllReduce(algorithm)             ? kMaxBuffers
+                      : algorithm == Algorithm::kPermute ? kMaxMembers
+                                                         : 1;
   if (xs.size() != ys.size() || xs.size() < 1 || xs.size() > most) {
     return ffi::Error::InvalidArgument("jax_intranode: " + name + " got " +
                                        std::to_string(xs.size()) + " operands and " +
@@ -220,10 +223,27 @@ ffi::Error ForEachNormOperation(const NormCall& whole, ElementType type, int siz
   return ffi::Error::Success();
 }
 
-// Calls `run(type, call)` for each operation of a site's call, one after another; `call` is Buffers
-// or a NormCall. Stops at the first error.
+// The members of a permute as rank `rank` sees them; `sources` as in site.h.
+inline ffi::Error CollectPermutes(const std::vector<int>& sources, int size, int rank,
+                                  const Buffers& buffers, Permutes* permutes) {
+  if (sources.size() != static_cast<size_t>(buffers.count) * size) {
+    return ffi::Error::InvalidArgument(
+        "jax_intranode: ppermute of " + std::to_string(buffers.count) + " arrays among " +
+        std::to_string(size) + " ranks has " + std::to_string(sources.size()) + " sources.");
+  }
+  for (int m = 0; m < buffers.count; ++m) {
+    const auto first = sources.begin() + m * size, last = first + size;
+    const auto to = std::find(first, last, rank);
+    permutes->Append(buffers.buffer[m], first[rank],
+                     to == last ? -1 : static_cast<int>(to - first));
+  }
+  return ffi::Error::Success();
+}
+
+// Calls `run(type, call)` for each operation of a site's call on a rank, one after another; `call`
+// is Buffers, Permutes or a NormCall. Stops at the first error.
 template <class Site, class Run>
-ffi::Error ForEachOperation(const Site& site, int size, size_t epoch_buffer_bytes,
+ffi::Error ForEachOperation(const Site& site, int size, int rank, size_t epoch_buffer_bytes,
                             ffi::RemainingArgs xs, ffi::RemainingRets ys, Run run) {
   Operands operands;
   if (ffi::Error error = operands.Read(xs, ys); error.failure()) return error;
@@ -232,7 +252,12 @@ ffi::Error ForEachOperation(const Site& site, int size, size_t epoch_buffer_byte
     Buffers buffers;
     ffi::Error error = CollectBuffers(site.algorithm, site.segments, size, epoch_buffer_bytes,
                                       operands, &type, &buffers);
-    return error.failure() ? std::move(error) : run(type, buffers);
+    if (error.failure() || site.algorithm != Algorithm::kPermute) {
+      return error.failure() ? std::move(error) : run(type, buffers);
+    }
+    Permutes permutes;
+    error = CollectPermutes(site.sources, size, rank, buffers, &permutes);
+    return error.failure() ? std::move(error) : run(type, permutes);
   }
   NormCall call;
   ffi::Error error =

@@ -54,10 +54,10 @@ std::shared_ptr<PeerBuffer<Communicator>> MakePeerBuffer(const std::string& name
   for (const GroupMember& member : members) {
     buffer->communicator->members.at(member.device);  // throws if it is in none of the groups
     v1::Peers& peers = buffer->members[member.device];
-    CopyAddresses(member, partition.second, peers.memory);
+    CopyAddresses(member, partition.size, peers.memory);
     peers.bytes = bytes;
     peers.rank = member.rank;
-    peers.size = static_cast<int32_t>(partition.second);
+    peers.size = static_cast<int32_t>(partition.size);
     peers.record = reinterpret_cast<v1::PeerRecord*>(member.record);
     peers.timeout_ns = static_cast<uint64_t>(timeout_s * 1e9);
   }

@@ -15,18 +15,24 @@
 
 namespace jax_intranode {
 
-// The device ids of all groups one after another, and the size of a group.
-using Partition = std::pair<std::vector<int64_t>, int64_t>;
+// The device ids of all groups one after another, the size of a group, and whether it is the region
+// of permutes that serves them (kernels/permute.h).
+struct Partition {
+  std::vector<int64_t> ids;
+  int64_t size;
+  bool permutes = false;
+  auto operator<=>(const Partition&) const = default;
+};
 
 inline std::string ToString(const Partition& partition) {
   std::string text;
-  const auto& [ids, size] = partition;
+  const auto& [ids, size, permutes] = partition;
   for (size_t i = 0; i < ids.size(); ++i) {
     const bool begins = size > 0 && i % size == 0;
     text += i == 0 ? "(" : begins ? "), (" : ", ";
     text += std::to_string(ids[i]);
   }
-  return text + ")";
+  return text + (permutes ? ") for permutes" : ")");
 }
 
 template <class Thing, class Key = Partition>

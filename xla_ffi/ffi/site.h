@@ -50,8 +50,10 @@ struct Site {
 
   ffi::Error Read(Attributes* attributes) {
     const auto device_ids = attributes->Get<ffi::Span<const int64_t>>("device_ids");
-    partition = {{device_ids.begin(), device_ids.end()}, attributes->Get<int64_t>("group_size")};
     algorithm = static_cast<Algorithm>(attributes->Get<int32_t>("algorithm"));
+    partition = {{device_ids.begin(), device_ids.end()},
+                 attributes->Get<int64_t>("group_size"),
+                 HasOwnRegion(algorithm)};
     text = attributes->Get<std::string_view>("site");
     if (ffi::Error error = attributes->TakeError(); error.failure()) return error;
     if (!IsKnown(algorithm)) {
@@ -74,12 +76,27 @@ struct Site {
   }
 };
 
+// Whether each `size` numbers are a partial permutation: ranks or -1, and no rank twice.
+inline bool ArePermutations(const std::vector<int>& sources, int size) {
+  if (sources.empty() || size < 1 || sources.size() % size != 0) return false;
+  for (size_t first = 0; first < sources.size(); first += size) {
+    uint64_t seen = 0;
+    for (int r = 0; r < size; ++r) {
+      const int source = sources[first + r];
+      if (source < -1 || source >= size || (source >= 0 && (seen >> source & 1) != 0)) return false;
+      if (source >= 0) seen |= uint64_t{1} << source;
+    }
+  }
+  return true;
+}
+
 // A collective or a norm.
 template <class Communicator>
 struct CollectiveSite : Site<Communicator> {
   uint32_t segments;
   int blocks, threads;       // on GPUs
   float eps, weight_offset;  // of a norm
+  std::vector<int> sources;  // of a permute: for each member, the source of each rank, or -1
 
   ffi::Error Read(ffi::Dictionary all) {
     Attributes attributes(all);
@@ -88,7 +105,17 @@ struct CollectiveSite : Site<Communicator> {
     threads = attributes.GetOr<int32_t>("threads", 0);
     eps = attributes.GetOr<float>("eps", 0);
     weight_offset = attributes.GetOr<float>("weight_offset", 0);
+    const auto of_ranks = attributes.GetOr<ffi::Span<const int64_t>>("sources", {});
     if (ffi::Error error = Site<Communicator>::Read(&attributes); error.failure()) return error;
+    if (this->algorithm == Algorithm::kPermute) {
+      sources.assign(of_ranks.begin(), of_ranks.end());
+      const int size = static_cast<int>(this->partition.size);
+      if (!ArePermutations(sources, size)) {
+        return ffi::Error::InvalidArgument(
+            "jax_intranode: the sources of a ppermute are no permutations of " +
+            std::to_string(size) + " ranks.");
+      }
+    }
     const std::string name = std::string("jax_intranode: ") + AlgorithmName(this->algorithm);
     if (IsMatmul(this->algorithm)) return ffi::Error::InvalidArgument(name + " is no collective.");
     if (!CanCut(this->algorithm, segments)) {

@@ -7,6 +7,7 @@
 #include "../kernels/hybrid_cube_mesh.h"
 #include "../kernels/norm_protocol.h"
 #include "../kernels/one_hop.h"
+#include "../kernels/permute.h"
 #include "../kernels/segments.h"
 #include "../kernels/two_shot.h"
 
@@ -119,6 +120,22 @@ bool RunCall(Algorithm algorithm, ElementType type, ResumableThread& t, const Gr
   return t.EndWithoutBody(algorithm, type);
 }
 
+// Permutes only copy.
+template <class Type>
+bool RunCall(Algorithm, ElementType, ResumableThread& t, const Group& g, const Permutes& c,
+             uint32_t epoch, uint32_t* phase) {
+  using Body = Permute<CopiedAs<Type>, 0, typename Type::Packets>;
+  if (*phase == 0) {  // again where it is resumed: the number is the same
+    for (int r = 0; r < g.size; ++r) {
+      if (r != g.rank) TellBegun(g, r, epoch);
+    }
+  }
+  for (; *phase < Body::kPhases; ++*phase) {
+    if (!Body::RunPhase(*phase, t, g, c, epoch)) return false;
+  }
+  return true;
+}
+
 template <class C>
 bool RunCall(ElementType type, Algorithm algorithm, ResumableThread& t, const Group& g, const C& c,
              uint32_t epoch, uint32_t* step) {
@@ -144,9 +161,13 @@ uint64_t ResumableCall::Bytes(int size) const {
   if (const auto* norm = std::get_if<std::unique_ptr<const NormCall>>(&operands_)) {
     return uint64_t{(*norm)->rows} * (*norm)->hidden * ItemBytes(operation_.type) * shards;
   }
+  uint64_t bytes = 0;
+  if (const auto* permutes = std::get_if<std::unique_ptr<const Permutes>>(&operands_)) {
+    for (int m = 0; m < (*permutes)->count; ++m) bytes += (*permutes)->buffer[m].bytes;
+    return bytes;
+  }
   const auto* many = std::get_if<std::unique_ptr<const Buffers>>(&operands_);
   if (many == nullptr) return std::get<Buffer>(operands_).bytes * shards;
-  uint64_t bytes = 0;
   for (int b = 0; b < (*many)->count; ++b) bytes += (*many)->buffer[b].bytes * shards;
   return bytes;
 }
@@ -164,6 +185,9 @@ bool ResumableCall::Advance(const Group& view, uint32_t epoch, int* missing) {
   };
   if (const auto* norm = std::get_if<std::unique_ptr<const NormCall>>(&operands_)) {
     return run(**norm);
+  }
+  if (const auto* permutes = std::get_if<std::unique_ptr<const Permutes>>(&operands_)) {
+    return run(**permutes);
   }
   const auto* many = std::get_if<std::unique_ptr<const Buffers>>(&operands_);
   return many == nullptr ? run_cut(std::get<Buffer>(operands_)) : run_cut(**many);

@@ -12,6 +12,7 @@
 #include "../kernels/buffers.h"
 #include "../kernels/group.h"
 #include "../kernels/norm.h"
+#include "../kernels/permute.h"
 
 namespace jax_intranode {
 
@@ -31,6 +32,8 @@ class ResumableCall {
   ResumableCall(const HostOperation& operation, const Buffers& buffers);
   ResumableCall(const HostOperation& operation, const NormCall& norm)
       : operation_(operation), operands_(std::make_unique<const NormCall>(norm)) {}
+  ResumableCall(const HostOperation& operation, const Permutes& permutes)
+      : operation_(operation), operands_(std::make_unique<const Permutes>(permutes)) {}
 
   // Bytes of the rank's operands in a group of `size` ranks.
   uint64_t Bytes(int size) const;
@@ -45,7 +48,9 @@ class ResumableCall {
 
  private:
   HostOperation operation_{};
-  std::variant<Buffer, std::unique_ptr<const Buffers>, std::unique_ptr<const NormCall>> operands_;
+  std::variant<Buffer, std::unique_ptr<const Buffers>, std::unique_ptr<const NormCall>,
+               std::unique_ptr<const Permutes>>
+      operands_;
   uint32_t step_ = 0;  // of the operation (segments.h)
   size_t cursor_ = 0;  // in the step
   std::string error_;

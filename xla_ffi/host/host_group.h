@@ -68,7 +68,7 @@ class HostGroup : public std::enable_shared_from_this<HostGroup> {
 
   // Rank `rank` arrives at call site `site`. The memory that the buffers point to must stay valid
   // until the ticket is complete.
-  template <class Call>  // Buffers or NormCall
+  template <class Call>  // Buffers, Permutes or NormCall
   std::shared_ptr<Ticket> Arrive(int rank, uint64_t site, const Operation& operation,
                                  const Call& call) {
     return Arrive(rank, site, operation, Member{.call = ResumableCall(operation, call)});

@@ -28,7 +28,8 @@ namespace jax_intranode {
   X(kOneShotMax, "one_shot_max", "pmax")                                    \
   X(kTwoShotMax, "two_shot_max", "pmax")                                    \
   X(kOneShotMin, "one_shot_min", "pmin")                                    \
-  X(kTwoShotMin, "two_shot_min", "pmin")
+  X(kTwoShotMin, "two_shot_min", "pmin")                                    \
+  X(kPermute, "permute", "ppermute")
 
 // The all-reduces and reduce-scatters that add a residual and normalize rows (norm_protocol.h):
 // each norm by each protocol, in the order of NormProtocol.
@@ -157,8 +158,12 @@ inline NormProtocol NormProtocolOf(Algorithm algorithm) {
 
 // Algorithms that only copy: they take any dtype, as bytes.
 inline bool OnlyCopies(Algorithm algorithm) {
-  return algorithm == Algorithm::kAllGather || algorithm == Algorithm::kAllToAll;
+  return algorithm == Algorithm::kAllGather || algorithm == Algorithm::kAllToAll ||
+         algorithm == Algorithm::kPermute;
 }
+
+// The algorithms that have a region of their own, beside that of all others (permute.h).
+inline bool HasOwnRegion(Algorithm algorithm) { return algorithm == Algorithm::kPermute; }
 
 // How many shards of a call's `bytes` its `in` and `out` hold: in a group of `size` ranks the input
 // of a reduce-scatter, the output of an all-gather and both of an all-to-all hold one for each
@@ -170,7 +175,7 @@ inline size_t InputShards(Algorithm algorithm, int size) {
   return divides ? size : 1;
 }
 inline size_t OutputShards(Algorithm algorithm, int size) {
-  return OnlyCopies(algorithm) ? size : 1;
+  return OnlyCopies(algorithm) && algorithm != Algorithm::kPermute ? size : 1;
 }
 
 enum class ElementType : int32_t {
@@ -211,7 +216,8 @@ inline std::optional<ElementType> ElementTypeNamed(Algorithm algorithm, std::str
 // Whether an algorithm can run over its message in segments (segments.h).
 inline bool RunsInSegments(Algorithm algorithm) {
   return ProtocolOf(algorithm) == Algorithm::kOneShot || IsTwoShot(algorithm) ||
-         algorithm == Algorithm::kReduceScatter || OnlyCopies(algorithm);
+         algorithm == Algorithm::kReduceScatter || algorithm == Algorithm::kAllGather ||
+         algorithm == Algorithm::kAllToAll;
 }
 
 // More than any message needs: with the smallest slab, each is a few KB.
@@ -239,6 +245,7 @@ inline size_t EpochBufferBytesNeeded(Algorithm algorithm, ElementType type, size
                                      uint32_t segments = 1) {
   packs = SegmentPacks(algorithm, packs, size, segments);
   const size_t packet = PacketBytes(type), n = size;
+  if (algorithm == Algorithm::kPermute) return packs * packet;
   // A slot for each rank of a quad, and one for a sum (hybrid_cube_mesh.h).
   if (algorithm == Algorithm::kHybridCubeMesh) {
     return (n / 2 + (ItemBytes(type) == 2 ? 2 : 1)) * packs * packet;

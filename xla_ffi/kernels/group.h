@@ -64,6 +64,7 @@ struct RegionHeader {
   uint32_t closed;      // the host sets it once: what is replayed afterwards gives up
   uint32_t operations;  // of this group so far (same_operation.h)
   uint64_t peer_operation[2][kMaxRanks];
+  uint32_t begun[kMaxRanks];  // the last permute that each rank has begun (permute.h)
 };
 static_assert(sizeof(RegionHeader) <= kHeaderBytes / 2);
 

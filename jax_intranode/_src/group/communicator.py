@@ -5,6 +5,7 @@ A communicator needs a region of the slabs, the same one on all devices: the fir
 asks claims the next free region in the key-value store, and the others find the claim there.
 """
 
+import dataclasses
 from collections.abc import Mapping
 from itertools import combinations
 
@@ -124,6 +125,8 @@ def communicator(
     """
     if rendezvous.reason is not None:
         return rendezvous.reason
+    if algorithm is not None and algorithm in definitions.WITH_OWN_REGION:
+        groups = dataclasses.replace(groups, permutes=True)
     with rendezvous_lib.lock:
         if groups not in rendezvous.communicators:
             rendezvous.communicators[groups] = _create(rendezvous, groups)
@@ -153,7 +156,7 @@ def _create(rendezvous: Rendezvous, groups: Partition) -> str | None:
     if region is None:
         return (
             f"the slab's {slabs.REGIONS} regions serve other groups of these devices; a "
-            "program can use that many partitions of a mesh"
+            "program can use that many partitions of a mesh, and permutes take one more for each"
         )
     module = extension.module(rendezvous.platform)
     module.create_communicator(
@@ -164,8 +167,9 @@ def _create(rendezvous: Rendezvous, groups: Partition) -> str | None:
         config.get().wait_s,
         rendezvous.memory,
         _links(rendezvous, groups),
+        groups.permutes,
     )
-    if rendezvous.reason_for_no_matmuls is None:
+    if rendezvous.reason_for_no_matmuls is None and not groups.permutes:
         # The ring buffers lie behind the slabs.
         behind = config.get().slab_bytes(rendezvous.platform)
         members = members_of(rendezvous, groups, rendezvous.addresses, rendezvous.records, behind)
@@ -223,6 +227,8 @@ def _links(rendezvous: Rendezvous, groups: Partition) -> list[list[tuple[int, in
 def _claim_region(rendezvous: Rendezvous, groups: Partition) -> int | None:
     """The region that serves a partition; None if all regions serve others."""
     text = f"{groups.group_size}: {groups.device_ids}"
+    if groups.permutes:
+        text += " for permutes"
     for region in range(slabs.REGIONS):
         if rendezvous.store.claim(f"region/{region}", text) == text:
             return region

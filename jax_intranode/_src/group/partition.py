@@ -15,10 +15,12 @@ class Partition:
     Attributes:
         device_ids: the global ids of all groups' devices, group after group, each in rank order.
         group_size: number of ranks in a group.
+        permutes: whether it is served by a region for permutes alone (xla_ffi/kernels/permute.h).
     """
 
     device_ids: tuple[int, ...]
     group_size: int
+    permutes: bool = False
 
     def groups(self) -> list[tuple[int, ...]]:
         """The groups' device ids, in rank order."""

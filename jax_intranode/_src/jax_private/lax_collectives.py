@@ -28,6 +28,7 @@ class LaxCollective:
             all_to_all: the one that is divided.
         tiled: psum_scatter, all_gather: whether the dimension stays, or is dropped or made.
         size: psum_scatter, all_gather: the number of ranks; 0 for the others.
+        perm: ppermute: the pairs of source and destination.
         concat: all_to_all: the dimension along which the parts are concatenated. The public
             function has added and drops dimensions, so that all stay.
     """
@@ -41,6 +42,7 @@ class LaxCollective:
     tiled: bool
     size: int
     concat: int
+    perm: tuple[tuple[int, int], ...] = ()
 
 
 def lax_collective(equation: Any) -> LaxCollective | None:
@@ -59,12 +61,24 @@ def lax_collective(equation: Any) -> LaxCollective | None:
         named,
         over_vmap=len(named) < len(axes),
         index_groups=params.get("axis_index_groups"),
-        invariant=equation.primitive.name in ("psum_invariant", "unreduced_psum"),
+        invariant=equation.primitive.name in ("psum_invariant", "unreduced_psum")
+        or _no_longer_varies(equation, named),
         dimension=params.get("split_axis", dimension),
         tiled=params.get("tiled", False),
         size=params.get("axis_size", 0),
         concat=params.get("concat_axis", 0),
+        perm=tuple(tuple(pair) for pair in params.get("perm", ())),
     )
+
+
+def _no_longer_varies(equation: Any, axes: tuple[Any, ...]) -> bool:
+    """Whether the types say that the operand varies over the axes, and the result over none."""
+
+    def varying(v: Any) -> frozenset[Any]:
+        return getattr(getattr(v.aval, "manual_axis_type", None), "varying", frozenset())
+
+    before, after = varying(equation.invars[0]), varying(equation.outvars[0])
+    return len(axes) > 0 and before.issuperset(axes) and not after.intersection(axes)
 
 
 # lax's other primitives that communicate, and the public function of each.

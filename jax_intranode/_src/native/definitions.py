@@ -22,6 +22,8 @@ FAILURE_REASONS: dict[str, int] = _host.FAILURE_REASONS
 # The algorithms that can send a large message in segments, and how many at most.
 IN_SEGMENTS: tuple[str, ...] = _host.IN_SEGMENTS
 MAX_SEGMENTS: int = _host.MAX_SEGMENTS
+# The algorithms that have a region of their own, beside that of all others.
+WITH_OWN_REGION: tuple[str, ...] = _host.WITH_OWN_REGION
 
 MAX_WORLD_SIZE: int = _host.MAX_WORLD_SIZE
 # The blocks of a launch, and the threads of a block, at most.
@@ -30,6 +32,8 @@ MAX_THREADS: int = _host.MAX_THREADS
 # Buffers of one operation. Each begins with a pack of its own: PACK_BYTES of data.
 MAX_BUFFERS: int = _host.MAX_BUFFERS
 MAX_PACKS: int = _host.MAX_PACKS  # of several buffers together
+# The arrays of one permute.
+MAX_MEMBERS: int = _host.MAX_MEMBERS
 PACK_BYTES: int = _host.PACK_BYTES
 
 # The longest row that a norm takes, in elements.

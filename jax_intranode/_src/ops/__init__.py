@@ -7,7 +7,7 @@ others. No file here imports the package itself. Each imports files below it onl
     primitive
     global_arrays
     collective           <- psum_scatter, all_gather, all_to_all
-    all_reduce           <- psum, pmax
+    all_reduce           <- psum, pmax, ppermute
     norm_rules           <- residual_norm
     local_matmuls, matmul_arguments, overlapped_call
     collective_matmul    <- all_gather_matmul, matmul_reduce_scatter <- matmul_all_reduce
@@ -23,6 +23,7 @@ from jax_intranode._src.ops import column_parallel_matmul as column_parallel_mat
 from jax_intranode._src.ops import matmul_all_reduce as matmul_all_reduce
 from jax_intranode._src.ops import matmul_gradients as matmul_gradients
 from jax_intranode._src.ops import pmax as pmax
+from jax_intranode._src.ops import ppermute as ppermute
 from jax_intranode._src.ops import psum as psum
 from jax_intranode._src.ops import psum_scatter as psum_scatter
 from jax_intranode._src.ops import residual_norm as residual_norm

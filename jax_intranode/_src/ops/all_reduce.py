@@ -73,8 +73,9 @@ def operations(
     axes: Sequence[str],
     shapes: Sequence[Sequence[int]],
     dtype: Any,
+    most_arrays: int = definitions.MAX_BUFFERS,
 ) -> list[Part]:
-    """Divides an all-reduce of arrays of one dtype into operations.
+    """Divides a call of arrays of one dtype into operations of at most `most_arrays` of them.
 
     Returns:
         The operations. Empty arrays are in none of them, unless all arrays are empty.
@@ -94,13 +95,13 @@ def operations(
     whole = choose(nonempty)
     on_gpus = mesh.devices.flat[0].platform == "gpu"
     # On GPUs XLA reduces all arrays at once; on CPUs, one by one.
-    most = (math.inf if on_gpus else 1) if whole.algorithm == "lax" else definitions.MAX_BUFFERS
+    most = (math.inf if on_gpus else 1) if whole.algorithm == "lax" else most_arrays
     if len(nonempty) <= most:
         return [(nonempty, whole)]
     # Each operation takes as many of the arrays, in order, as can be accelerated together.
     parts: list[Part] = []
     for i in nonempty:
-        if parts and len(parts[-1][0]) < definitions.MAX_BUFFERS:
+        if parts and len(parts[-1][0]) < most_arrays:
             longer = [*parts[-1][0], i]
             selected = choose(longer)
             if selected.algorithm != "lax":

@@ -158,12 +158,33 @@ class AllToAllParams(Params):
         return cls(of.axes, of.dimension, of.concat, world_size)
 
 
+@dataclass(frozen=True)
+class PpermuteParams(Params):
+    """Parameters of `ppermute_p`, which permutes arrays of one dtype.
+
+    Attributes:
+        perms: for each array the pairs of source and destination, by destination.
+        world_size: number of ranks.
+    """
+
+    perms: tuple[tuple[tuple[int, int], ...], ...]
+    world_size: int
+
+    def by_lax(self, xs: Sequence[Any]) -> list[Any]:
+        return [lax.ppermute(x, self.axes, p) for x, p in zip(xs, self.perms, strict=True)]
+
+    @classmethod
+    def of_lax(cls, of: LaxCollective, world_size: int) -> Params:
+        return cls(of.axes, (of.perm,), world_size)
+
+
 psum_p = OpPrimitive("psum", PsumParams)
 pmax_p = OpPrimitive("pmax", PmaxParams)
 pmin_p = OpPrimitive("pmin", PminParams)
 psum_scatter_p = OpPrimitive("psum_scatter", PsumScatterParams)
 all_gather_p = OpPrimitive("all_gather", AllGatherParams)
 all_to_all_p = OpPrimitive("all_to_all", AllToAllParams)
+ppermute_p = OpPrimitive("ppermute", PpermuteParams)
 
 
 # Binding.
@@ -373,11 +394,13 @@ def lower_to_call(
     selected: select.Selection,
     communicated: Sequence[Any] | None = None,
     attributes: dict[str, Any] | None = None,
+    detail: str = "",
 ) -> list[Any]:
     """Emits our custom call.
 
-    `communicated` are the types of the operands that are sent (None: all of them), and `attributes`
-    what the operation's handler gets besides.
+    `communicated` are the types of the operands that are sent (None: all of them), `attributes`
+    what the operation's handler gets besides, and `detail` tells the call from others of the same
+    operation and types.
     """
     assert mesh is not None  # or lax would run it
     partition = partition_lib.partition(mesh, tuple(axes))
@@ -390,7 +413,7 @@ def lower_to_call(
     on_gpus = mesh.devices.flat[0].platform == "gpu"
     if on_gpus:
         attributes |= {"blocks": np.int32(selected.blocks), "threads": np.int32(selected.threads)}
-    site = attributes["site"] = site_of(ctx, primitive.operation)
+    site = attributes["site"] = site_of(ctx, primitive.operation, detail)
     if not on_gpus:
         extension.module("cpu").lower_site(site, partition.device_ids, partition.group_size)
     sent = ctx.avals_in if communicated is None else communicated
@@ -400,13 +423,13 @@ def lower_to_call(
     return lowering_context.called_once(results) if on_gpus else list(results)
 
 
-def site_of(ctx: Any, operation: str) -> str:
+def site_of(ctx: Any, operation: str, detail: str = "") -> str:
     """The attribute that tells call sites apart; the same in all processes.
 
     On the CPU it matches the calls of the ranks. Everywhere messages name calls by it.
     """
     shapes = " ".join(x.str_short() for x in ctx.avals_in)
-    site = f"{lowering_context.lowering_program_name(ctx)} {operation} {shapes}"
+    site = f"{lowering_context.lowering_program_name(ctx)} {operation}{detail} {shapes}"
     call_sites.describe_site(site, operation, ctx.avals_in)
     return site
 
@@ -437,9 +460,16 @@ def jvp(
     bind: Callable[..., Any], primals: Sequence[Any], tangents: Sequence[Any], params: Params
 ) -> tuple[list[Any], list[Any]]:
     """The jvp rule: collectives are linear. Nothing is sent for a tangent that is zero."""
-    results = bind(*primals, params=params)
-    nonzero = [t for t in tangents if type(t) is not ad.Zero]
-    moved = iter(bind(*nonzero, params=params) if nonzero else [])
+    return jvp_some(lambda *xs, chosen: bind(*xs, params=params), primals, tangents)
+
+
+def jvp_some(
+    bind: Callable[..., Any], primals: Sequence[Any], tangents: Sequence[Any]
+) -> tuple[list[Any], list[Any]]:
+    """The same, where the parameters depend on the arrays: `bind` gets their positions."""
+    results = bind(*primals, chosen=list(range(len(primals))))
+    chosen = [i for i, t in enumerate(tangents) if type(t) is not ad.Zero]
+    moved = iter(bind(*(tangents[i] for i in chosen), chosen=chosen) if chosen else [])
     return results, [
         ad.Zero(jax.typeof(result).to_tangent_aval()) if type(t) is ad.Zero else next(moved)
         for t, result in zip(tangents, results, strict=True)
@@ -450,8 +480,17 @@ def transpose(
     rule: Callable[[list[Any]], list[Any]], cotangents: Sequence[Any], operands: Sequence[Any]
 ) -> list[Any]:
     """Cotangents of the operands, from a rule for cotangents that are not zero."""
-    nonzero = [ct for ct in cotangents if type(ct) is not ad.Zero]
-    transposed = iter(rule(nonzero) if nonzero else [])
+    return transpose_some(lambda chosen, cts: rule(cts), cotangents, operands)
+
+
+def transpose_some(
+    rule: Callable[[list[int], list[Any]], list[Any]],
+    cotangents: Sequence[Any],
+    operands: Sequence[Any],
+) -> list[Any]:
+    """The same, from a rule that also gets the positions of the cotangents."""
+    chosen = [i for i, ct in enumerate(cotangents) if type(ct) is not ad.Zero]
+    transposed = iter(rule(chosen, [cotangents[i] for i in chosen]) if chosen else [])
     return [
         ad.Zero(x.aval.to_ct_aval()) if type(ct) is ad.Zero else next(transposed)
         for ct, x in zip(cotangents, operands, strict=True)

@@ -136,6 +136,10 @@ _HOPPER: dict[str, dict[tuple[str, int], tuple[Row, ...]]] = {
     "psum_scatter": _parts("reduce_scatter"),
     "all_gather": _parts("all_gather"),
     "all_to_all": _exchange(_parts("all_to_all"), 4 * _MB),
+    "ppermute": {
+        key: tuple(dataclasses.replace(row, measured=False) for row in rows)
+        for key, rows in _parts("permute").items()
+    },
 }
 
 
@@ -170,6 +174,7 @@ _CPU_SINGLE = _cpu(
             4: (("all_gather", 2 * _KB, 1 * _KB),),
             8: (("all_gather", 1 * _KB, 1 * _KB),),
         },
+        "ppermute": {8: (("permute", 4 * _KB, 4 * _KB),)},
         "all_to_all": {
             2: (("all_to_all", 4 * _KB, 4 * _KB),),
             4: (("all_to_all", 1 * _KB, 1 * _KB),),
@@ -185,6 +190,7 @@ _CPU_MULTI = _cpu(
         },
         "psum_scatter": {8: (("reduce_scatter", 32 * _KB, 16 * _KB),)},
         "all_gather": {8: (("all_gather", 32 * _KB, 16 * _KB),)},
+        "ppermute": {8: (("permute", 32 * _KB, 32 * _KB),)},
         "all_to_all": {
             2: (("all_to_all", 32 * _KB, 32 * _KB),),
             8: (("all_to_all", 8 * _KB, 8 * _KB),),

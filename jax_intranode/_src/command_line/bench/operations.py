@@ -61,6 +61,8 @@ class Operation:
 
     def bus_factor(self, n: int) -> float:
         """Returns busbw / algbw. The bus bandwidth compares with a link's speed for any n."""
+        if not self.sums and self._growth == 0 and not self.divides:
+            return 1  # each rank sends its operand once
         passes = sum(1 if step.divides or step.gathers else 2 for step in self.steps)
         return passes * (n - 1) / n
 

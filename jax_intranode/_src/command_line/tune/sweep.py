@@ -243,7 +243,11 @@ class Sweep:
             ):
                 continue
             # It sends the whole message to each rank.
-            if protocol_of(algorithm) == "one_shot" and nbytes > 2 << 20 and self._settings.devices > 2:
+            if (
+                protocol_of(algorithm) == "one_shot"
+                and nbytes > 2 << 20
+                and self._settings.devices > 2
+            ):
                 continue
             for threads in _THREADS if on_gpus else (1,):
                 # Small blocks of a large message are never fastest.

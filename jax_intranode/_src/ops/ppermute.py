@@ -1,0 +1,200 @@
+"""ppermute: each rank gets the operand of one other rank, or zeros."""
+
+import zlib
+from collections.abc import Hashable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import jax
+import numpy as np
+from jax import lax
+
+from jax_intranode._src.native import definitions
+from jax_intranode._src.ops import all_reduce, collective, fallback
+from jax_intranode._src.ops.annotations import AxisNames, PyTree
+from jax_intranode._src.ops.collective import PpermuteParams, ppermute_p
+from jax_intranode._src.ops.lowering_site import LoweringSite
+from jax_intranode._src.ops.primitive import Decision
+from jax_intranode._src.selection import select
+
+# Pairs of source and destination.
+Perm = tuple[tuple[int, int], ...]
+
+
+def ppermute(x: PyTree, axis_name: AxisNames, perm: Sequence[tuple[int, int]]) -> PyTree:
+    """Sends arrays from rank to rank; takes the place of ``jax.lax.ppermute``.
+
+    Inside ``jax.shard_map`` over devices of one host, each source writes its array into the memory
+    of its destination. A rank waits for its source only, and for its destination only if that one
+    is two permutes behind. Other dtypes, sizes, axes and platforms fall back to
+    ``jax.lax.ppermute``, on every rank alike. Bits are kept, except that a floating-point NaN may
+    become another NaN.
+
+    The arrays of a pytree that have one dtype are sent by as few operations as possible.
+
+    Differentiates as ``jax.lax.ppermute`` does: the transpose is the inverse permutation.
+
+    The packets are those of NCCL's symmetric kernels (AGxLL).
+
+    Args:
+        x: an array or a pytree of arrays of any shape. Accelerated dtypes: those of ``all_to_all``.
+        axis_name: the name of a mapped axis, or a tuple of names, with ranks in row-major order.
+        perm: pairs of source and destination. No rank is a source twice, or a destination twice.
+
+    Returns:
+        Arrays of the shapes and dtypes of `x`: what the rank's source has; zeros on a rank that is
+        no destination.
+
+    Raises:
+        NameError: an axis is not bound, as in ``jax.lax.ppermute``.
+        TypeError, ValueError, IndexError: `perm` is no list of pairs, or has a source or a
+            destination twice, or one that is no rank, as in ``jax.lax.ppermute``.
+
+    Examples:
+        >>> @jax.jit
+        ... @jax.shard_map(mesh=mesh, in_specs=P("model"), out_specs=P("model"))
+        ... def shifted(x):
+        ...     return jax_intranode.ppermute(x, "model", [(0, 1)])
+        >>> shifted(jnp.array([1.0, 2.0]))
+        Array([0., 1.], dtype=float32)
+    """
+    axes = axis_name if isinstance(axis_name, tuple) else (axis_name,)
+    reason = fallback.reason_of_axes(axes)
+    size = 1 if reason is not None else lax.psum(1, axes)
+    found = _checked(perm, size) if reason is None else reason
+    if isinstance(found, str):
+        with fallback.to_lax("ppermute", found):
+            return lax.ppermute(x, axis_name, perm)
+    leaves, tree = jax.tree.flatten(x)
+    by_dtype: dict[str, list[int]] = {}
+    for i, leaf in enumerate(leaves):
+        reason = fallback.reason_of_array("ppermute", leaf, axes)
+        if reason is None:
+            by_dtype.setdefault(leaf.dtype.name, []).append(i)
+        else:
+            with fallback.to_lax("ppermute", reason):
+                leaves[i] = lax.ppermute(leaf, axis_name, perm)
+    for chosen in by_dtype.values():
+        params = PpermuteParams(axes, (found,) * len(chosen), size)
+        results = collective.bind(ppermute_p, [leaves[i] for i in chosen], params)
+        for i, result in zip(chosen, results, strict=True):
+            leaves[i] = result
+    return jax.tree.unflatten(tree, leaves)
+
+
+def _checked(perm: Any, size: int) -> Perm | str:
+    """The pairs, or why they are no partial permutation of so many ranks. lax raises the error."""
+    try:
+        pairs = tuple(sorted(((int(s), int(d)) for s, d in perm), key=lambda pair: pair[1]))
+    except (TypeError, ValueError):
+        return f"perm is {perm!r}; it must be pairs of source and destination"
+    for what, ranks in (("source", [s for s, _ in pairs]), ("destination", [d for _, d in pairs])):
+        for rank in ranks:
+            if not 0 <= rank < size:
+                return f"perm has the {what} {rank}; there are {size} ranks"
+            if ranks.count(rank) > 1:
+                return f"perm has the {what} {rank} more than once"
+    return pairs
+
+
+# Rules.
+
+
+def _abstract_eval(*xs: Any, params: PpermuteParams) -> list[Any]:
+    return [x.update(weak_type=False) for x in xs]
+
+
+def _decide(site: LoweringSite, avals: Sequence[Any], params: PpermuteParams) -> Decision:
+    reason = site.reason_for_lax()
+    if reason is not None:
+        parts = [(list(range(len(avals))), select.Selection("lax", reason))]
+    else:
+        assert site.mesh is not None  # or there would be a reason
+        shapes, most = [x.shape for x in avals], definitions.MAX_MEMBERS
+        parts = all_reduce.operations(
+            "ppermute", site.mesh, params.axes, shapes, avals[0].dtype, most
+        )
+
+    def lower(ctx: Any, *xs: Any) -> list[Any]:
+        results = list(xs)  # an empty array is its own result
+        for chosen, selected in parts:
+            operands = [xs[i] for i in chosen]
+            some = replace(params, perms=tuple(params.perms[i] for i in chosen))
+            part = ctx.replace(
+                avals_in=[avals[i] for i in chosen],
+                avals_out=[ctx.avals_out[i] for i in chosen],
+            )
+            if selected.algorithm == "lax":
+                permuted = collective.lower_to_lax(part, ppermute_p, operands, some, selected)
+            else:
+                permuted = collective.lower_to_call(
+                    *(part, ppermute_p, operands, site.mesh, params.axes, selected),
+                    attributes={"sources": _sources(some)},
+                    detail=f"-{zlib.crc32(repr(some.perms).encode()):08x}",
+                )
+            for i, result in zip(chosen, permuted, strict=True):
+                results[i] = result
+        return results
+
+    return Decision(
+        lower,
+        lambda: [
+            collective.operation_of(ppermute_p, [avals[i] for i in chosen], selected)
+            for chosen, selected in parts
+        ],
+    )
+
+
+def _sources(params: PpermuteParams) -> np.ndarray:
+    """For each array the source of each rank, or -1."""
+    sources = np.full((len(params.perms), params.world_size), -1, np.int64)
+    for member, perm in enumerate(params.perms):
+        for source, destination in perm:
+            sources[member, destination] = source
+    return sources.reshape(-1)
+
+
+def _inverse(perm: Perm) -> Perm:
+    return tuple(sorted(((d, s) for s, d in perm), key=lambda pair: pair[1]))
+
+
+def _transpose(cotangents: Sequence[Any], *xs: Any, params: PpermuteParams) -> list[Any]:
+    def of_nonzero(chosen: list[int]) -> PpermuteParams:
+        return replace(params, perms=tuple(_inverse(params.perms[i]) for i in chosen))
+
+    return collective.transpose_some(
+        lambda chosen, cts: ppermute_p.bind(*cts, params=of_nonzero(chosen)), cotangents, xs
+    )
+
+
+def _jvp(
+    bind: Any, primals: Sequence[Any], tangents: Sequence[Any], params: PpermuteParams
+) -> tuple[list[Any], list[Any]]:
+    def bind_some(*xs: Any, chosen: list[int]) -> list[Any]:
+        some = tuple(params.perms[i] for i in chosen)
+        return list(bind(*xs, params=replace(params, perms=some)))
+
+    return collective.jvp_some(bind_some, primals, tangents)
+
+
+def _batch(
+    name: Hashable, size: int, operands: Sequence[Any], dims: Sequence[Any], params: Any
+) -> tuple[list[Any], list[Any]]:
+    if name in params.axes:
+        return collective.batch_over_hidden_axis(ppermute_p, name, size, operands, dims, params, 0)
+    return ppermute_p.bind(*operands, params=params), list(dims)
+
+
+def _needed(used: list[bool], params: PpermuteParams) -> tuple[list[bool], PpermuteParams]:
+    kept = tuple(perm for perm, needed in zip(params.perms, used, strict=True) if needed)
+    return used, replace(params, perms=kept)
+
+
+ppermute_p.register(
+    abstract_eval=_abstract_eval,
+    decide=_decide,
+    jvp=_jvp,
+    transpose=_transpose,
+    batch=_batch,
+    needed=_needed,
+)

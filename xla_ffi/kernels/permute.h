@@ -1,0 +1,190 @@
+// Permutes: each rank sends its operand to at most one rank, and gets that of at most one.
+//
+// A permute does not tell every rank that every other one has come as far, so the argument of
+// group.h does not hold for it. Permutes have a region of their own, with its own epochs, and this
+// argument. Every rank of the group runs every permute, also one that sends nothing or gets
+// nothing, so the epoch is the number of the call, and it is the same on all ranks.
+//
+//   begun[r] in a rank's header: written by rank r only, read by the owner. Rank r stores the
+//   number of each call there, on all ranks, as the first thing that it does in that call. The
+//   number only grows (and wraps), the last one counts, and nobody clears it.
+//
+//   Who writes an epoch buffer: a rank that sends to its owner in a call of that parity. In call e
+//   it waits for begun[owner] >= e - 1 before its first store. Who reads it: the owner, in call e.
+//   Who clears it: the owner arms each packet as soon as it has read it.
+//
+//   Why packets of call e can't meet those of an earlier call in the same epoch buffer: the owner
+//   has begun call e - 1, so its call e - 2 has ended. By then it had read and armed the packets of
+//   all calls up to e - 2, from whichever ranks they came. The end of a kernel orders its arming
+//   before the store of begun, and the sender's acquiring load of begun orders that before its
+//   packets. So calls need not have the same sources, and one slot for all of them will do.
+//   With begun >= e - 2 a rank that only sends would overwrite what has not been read.
+//
+//   Why nobody waits for ever: of the calls that have not ended on all ranks, take the first one,
+//   c. No rank is in an earlier call. The destination of a rank in c has begun c - 1. Its source is
+//   in c, and sends, or has ended c, and has sent. A rank waits for its source, and for its
+//   destination only if that one is two calls behind; other ranks delay nobody.
+//
+// One call may have several members, with arrays and a permutation each. Their packs lie one after
+// another in the epoch buffer, as in buffers.h.
+//
+// Model: tests/native/model/permute_model.cc.
+#pragma once
+
+#include "same_operation.h"
+
+namespace jax_intranode {
+
+// The most members of one call. It fits a kernel's parameters.
+constexpr int kMaxMembers = 16;
+
+// The members of a call, as a rank sees them. -1: it sends nothing, or gets nothing and its result
+// is zero.
+struct Permutes {
+  Buffer buffer[kMaxMembers];
+  uint32_t end[kMaxMembers];  // the pack after the last one of each
+  int source[kMaxMembers], destination[kMaxMembers];
+  int count = 0;
+
+  // Host only. `count` must be less than kMaxMembers.
+  void Append(const Buffer& b, int from, int to) {
+    buffer[count] = b;
+    end[count] = static_cast<uint32_t>(Packs() + PacksOf(b.bytes));
+    source[count] = from;
+    destination[count] = to;
+    ++count;
+  }
+  JIN_HOST_FN size_t Packs() const { return count == 0 ? 0 : end[count - 1]; }
+  // The member that pack i belongs to.
+  JIN_FN int Member(size_t i) const {
+    int m = 0;
+    while (i >= end[m]) ++m;
+    return m;
+  }
+  JIN_FN Pack Load(int m, size_t i) const { return buffer[m].Load(i - Begin(m)); }
+  JIN_FN void Store(int m, size_t i, const Pack& p) const { buffer[m].Store(i - Begin(m), p); }
+
+ private:
+  JIN_FN size_t Begin(int m) const { return m == 0 ? 0 : end[m - 1]; }
+};
+
+// The common case: one member of whole, aligned packs.
+struct AlignedPermute {
+  AlignedBuffer buffer;
+  int source[1], destination[1];
+  static constexpr int count = 1;
+
+  JIN_FN size_t Packs() const { return buffer.Packs(); }
+  JIN_FN int Member(size_t) const { return 0; }
+  JIN_FN Pack Load(int, size_t i) const { return buffer.Load(i); }
+  JIN_FN void Store(int, size_t i, const Pack& p) const { buffer.Store(i, p); }
+};
+
+// Where rank `of` tells rank `to` which permute it has begun.
+template <class G>
+JIN_FN uint32_t* BegunOf(const G& g, int of, int to) {
+  return &reinterpret_cast<RegionHeader*>(g.region[to])->begun[of];
+}
+
+// Tells rank `peer` that this rank has begun call `epoch`.
+template <class G>
+JIN_FN void TellBegun(const G& g, int peer, uint32_t epoch) {
+#if defined(__CUDACC__)
+  Store(BegunOf(g, g.rank, peer), epoch);  // the end of the last kernel comes before
+#else
+  v1::StoreRelease(BegunOf(g, g.rank, peer), epoch);
+#endif
+}
+
+// Whether the epoch buffer of rank `to` is free for call `epoch`.
+template <class G>
+JIN_FN bool HasRoom(const G& g, int to, uint32_t epoch) {
+  return static_cast<int32_t>(LoadAcquire(BegunOf(g, to, g.rank)) - (epoch - 1)) >= 0;
+}
+
+template <class Type, int N, class PacketsOfType>
+struct Permute {
+  using Packets = PacketsOfType;
+
+  template <class Thread, class G, class C>
+  JIN_FN static bool Send(Thread& t, const G& g, const C& c, uint32_t epoch) {
+    const size_t packs = c.Packs();
+    uint32_t has_room = 0;  // by rank
+    for (size_t i = t.First(); i < packs; i += t.Stride()) {
+      const int m = c.Member(i), to = c.destination[m];
+      if (to < 0) continue;
+      const Pack p = SendableOf<Type>(t, c.Load(m, i));
+      if (to == g.rank) {  // as it would be sent
+        c.Store(m, i, p);
+        continue;
+      }
+      while ((has_room >> to & 1) == 0) {
+        if (HasRoom(g, to, epoch)) {
+          has_room |= 1u << to;
+        } else if (!t.Wait(i, to)) {
+          return false;
+        }
+      }
+      t.Admit();
+      Packets::Put(g.EpochBuffer(to, epoch), i, p);
+    }
+    return true;
+  }
+
+  template <class Thread, class G, class C>
+  JIN_FN static bool Take(Thread& t, const G& g, const C& c, uint32_t epoch) {
+    const size_t packs = c.Packs();
+    char* const slot = g.EpochBuffer(g.rank, epoch);
+    for (size_t i = t.First(); i < packs; i += t.Stride()) {
+      const int m = c.Member(i), from = c.source[m];
+      if (from == g.rank) continue;
+      Pack p = {};
+      if (from >= 0) {
+        while (!Packets::TryGet(slot, i, &p)) {
+          if (!t.Wait(i, from)) return false;
+        }
+        Packets::Arm(slot, i);
+      }
+      c.Store(m, i, p);
+    }
+    return true;
+  }
+
+  static constexpr int kPhases = 2;
+  template <class Thread, class G, class C>
+  JIN_FN static bool RunPhase(int phase, Thread& t, const G& g, const C& c, uint32_t epoch) {
+    return phase == 0 ? Send(t, g, c, epoch) : Take(t, g, c, epoch);
+  }
+};
+
+// What the block runs that comes before those that work on the data: it tells all ranks that this
+// call has begun, the destinations which operation it is, and compares that with the sources'. At
+// least g.size threads.
+//
+//   Who writes peer_operation[e % 2][r] of rank p: rank r, if it sends to p in call e, when it has
+//   room there. Who reads it: p, in call e. It can't meet the word of call e - 2 for the same
+//   reason as packets can't.
+template <class Thread, class G, class C>
+JIN_FN void BeginPermute(Thread& t, const G& g, const C& c) {
+  RegionHeader* h = g.Header();
+  const uint32_t closed = Load(&h->closed), epoch = Load(&h->operations);
+  t.Admit(0, closed);
+  const int peer = t.Thread();
+  if (peer < g.size && peer != g.rank) {
+    TellBegun(g, peer, epoch);
+    bool is_source = false, is_destination = false;
+    for (int m = 0; m < c.count; ++m) {
+      is_source = is_source || c.source[m] == peer;
+      is_destination = is_destination || c.destination[m] == peer;
+    }
+    if (is_destination) {
+      while (!HasRoom(g, peer, epoch)) t.Wait(0, peer);
+      TellOperation(g, peer, epoch);
+    }
+    if (is_source) AwaitSameOperation(t, g, peer, epoch);
+  }
+  t.Sync();  // every thread has read the count
+  if (t.Thread() == 0) Store(&h->operations, epoch + 1);
+}
+
+}  // namespace jax_intranode

@@ -6,7 +6,7 @@ rules are in its own file, and may bind the others' primitives.
 
 import operator
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -45,6 +45,15 @@ class Params:
     def by_lax(self, xs: Sequence[Any]) -> list[Any]:
         """What jax.lax computes instead of the primitive."""
         raise NotImplementedError
+
+    @property
+    def family(self) -> Hashable:
+        """Calls of one family may become one call, if the operation takes many arrays."""
+        return self
+
+    def joined(self, others: Sequence[Any]) -> "Params":
+        """The parameters of one call in place of this one and others of its family."""
+        return self
 
     @classmethod
     def of_lax(cls, of: LaxCollective, world_size: int) -> "Params":
@@ -169,6 +178,13 @@ class PpermuteParams(Params):
 
     perms: tuple[tuple[tuple[int, int], ...], ...]
     world_size: int
+
+    @property
+    def family(self) -> Hashable:
+        return self.axes
+
+    def joined(self, others: Sequence[Any]) -> Params:
+        return replace(self, perms=sum((other.perms for other in others), self.perms))
 
     def by_lax(self, xs: Sequence[Any]) -> list[Any]:
         return [lax.ppermute(x, self.axes, p) for x, p in zip(xs, self.perms, strict=True)]

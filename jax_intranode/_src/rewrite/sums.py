@@ -1,11 +1,13 @@
-"""Issues sums that do not depend on each other as one operation, as XLA's combiner does with lax's.
+"""Issues collectives that do not depend on each other as one operation, as XLA's combiner does.
 
-The equations are walked in order. A sum joins the open bucket of its axes and dtype. Equations that
-need a sum that is not issued yet wait; others are emitted. A bucket is issued, and what waited for
-it emitted, when a sum needs one of its results: so all members of a bucket are independent, and no
-two buckets can wait for each other. It is also issued at a fence (an optimization barrier, or an
-equation that the program has placed on the host or in a scheduling group), before an effect that
-depends on it, and when it would become too large for one operation.
+Sums are merged with sums, maxima with maxima, and permutes with permutes, where axes and dtypes are
+the same. The equations are walked in order. A collective joins the open bucket of its kind.
+Equations that need a collective that is not issued yet wait; others are emitted. A bucket is
+issued, and what waited for it emitted, when another collective needs one of its results: so all
+members of a bucket are independent, and no two buckets can wait for each other. It is also issued
+at a fence (an optimization barrier, or an equation that the program has placed on the host or in a
+scheduling group), before an effect that depends on it, and when it would become too large for one
+operation. One operation of several permutes waits for all its sources.
 """
 
 import bisect
@@ -16,8 +18,8 @@ from typing import Any
 from jax.extend.core import Var
 
 from jax_intranode._src.jax_private import equation_kinds, jaxpr_walk, lax_collectives
+from jax_intranode._src.operations import RECORDS
 from jax_intranode._src.ops import primitive
-from jax_intranode._src.ops.collective import psum_p
 from jax_intranode._src.rewrite import collectives
 from jax_intranode._src.rewrite.body import Body
 from jax_intranode._src.rewrite.collectives import Choice
@@ -42,7 +44,7 @@ def issue(equations: Sequence[Any], choices: dict[int, Choice], body: Body) -> l
         elif overlap.has_matmul(position, position + 1):
             body.leave(equation, "XLA can overlap it with the matmuls after it")
             walk.emit(equation)
-        elif choice.primitive is not psum_p:
+        elif not RECORDS[choice.primitive.operation].takes_many:
             walk.emit(collectives.replace(equation, choice, body))
         else:
             walk.add(equation, choice)
@@ -50,19 +52,26 @@ def issue(equations: Sequence[Any], choices: dict[int, Choice], body: Body) -> l
 
 
 class _Bucket:
-    """Sums that are issued together, of one `key`."""
+    """Collectives that are issued together, of one `key`, and the choice for each."""
 
-    def __init__(self, key: Any, choice: Choice):
+    def __init__(self, key: Any):
         self.key = key
-        self.choice = choice
         self.equations: list[Any] = []
+        self.choices: list[Choice] = []
 
-    def fits(self, equation: Any, body: Body) -> bool:
-        """Whether the bucket is one operation with this sum, too."""
+    def fits(self, equation: Any, choice: Choice, body: Body) -> bool:
+        """Whether the bucket is one operation with this collective, too."""
         members = [*self.equations, equation]
         avals = [v.aval for member in members for v in member.invars]
-        operations = psum_p.decide(body.site, avals, self.choice.params).operations()
+        joined = _joined([*self.choices, choice])
+        operations = joined.primitive.decide(body.site, avals, joined.params).operations()
         return len(operations) == 1 and operations[0].selected.algorithm != "lax"
+
+
+def _joined(choices: Sequence[Choice]) -> Choice:
+    first, *others = choices
+    params = first.params.joined([other.params for other in others])
+    return Choice(first.primitive, params)
 
 
 class _Walk:
@@ -74,7 +83,7 @@ class _Walk:
         self._open: dict[Any, _Bucket] = {}  # by axes, dtype and context, in the order of opening
 
     def emit(self, equation: Any) -> None:
-        """Emits an equation that is not a sum to be merged, or lets it wait."""
+        """Emits an equation that is not a collective to be merged, or lets it wait."""
         if self._open and equation_kinds.is_fence(equation):
             self._issue(self._open.values())
         if self._open and equation_kinds.has_effects(equation):
@@ -82,17 +91,18 @@ class _Walk:
         self._order.emit(equation)
 
     def add(self, equation: Any, choice: Choice) -> None:
-        """Adds a sum to a bucket."""
+        """Adds a collective to a bucket."""
         self._issue(self._order.needed(equation))
         dtype = equation.invars[0].aval.dtype
-        key = (choice.params, dtype, id(equation.ctx))
+        key = (choice.primitive, choice.params.family, dtype, id(equation.ctx))
         bucket = self._open.get(key)
-        if bucket is not None and not bucket.fits(equation, self._body):
+        if bucket is not None and not bucket.fits(equation, choice, self._body):
             self._issue([bucket])
             bucket = None
         if bucket is None:
-            bucket = self._open[key] = _Bucket(key, choice)
+            bucket = self._open[key] = _Bucket(key)
         bucket.equations.append(equation)
+        bucket.choices.append(choice)
         self._order.expect(equation.outvars, bucket)
 
     def finish(self) -> list[Any]:
@@ -117,7 +127,7 @@ def _merged(bucket: _Bucket, body: Body) -> Any:
             invars=[v for member in members for v in member.invars],
             outvars=[v for member in members for v in member.outvars],
         )
-    return collectives.replace(first, bucket.choice, body)
+    return collectives.replace(first, _joined(bucket.choices), body)
 
 
 # Collectives that XLA can overlap.

@@ -163,7 +163,8 @@ struct Permute {
 //
 //   Who writes peer_operation[e % 2][r] of rank p: rank r, if it sends to p in call e, when it has
 //   room there. Who reads it: p, in call e. It can't meet the word of call e - 2 for the same
-//   reason as packets can't.
+//   reason as packets can't. Who clears it: p, when it has read it. The word holds only the lowest
+//   bits of e, and r may send to p again many calls later.
 template <class Thread, class G, class C>
 JIN_FN void BeginPermute(Thread& t, const G& g, const C& c) {
   RegionHeader* h = g.Header();
@@ -181,7 +182,10 @@ JIN_FN void BeginPermute(Thread& t, const G& g, const C& c) {
       while (!HasRoom(g, peer, epoch)) t.Wait(0, peer);
       TellOperation(g, peer, epoch);
     }
-    if (is_source) AwaitSameOperation(t, g, peer, epoch);
+    if (is_source) {
+      AwaitSameOperation(t, g, peer, epoch);
+      StorePair(g.OperationOf(peer, g.rank, epoch), 0);
+    }
   }
   t.Sync();  // every thread has read the count
   if (t.Thread() == 0) Store(&h->operations, epoch + 1);

@@ -3,7 +3,8 @@
 // Who writes an entry: the leader. Who reads it: the other processes, and the leader itself. The
 // sequence number is stored last, with release order, and loaded first, with acquire order. The
 // leader may reuse the entry of call e for e + kEntries when its own call e has ended: then it has
-// had a packet of every rank, so every process had read the entry.
+// had a packet of every rank, so every process had read the entry. It does not hear from every rank
+// in a permute, so there it waits until each rank has begun call e (kernels/permute.h).
 //
 // Model: tests/native/model/log_model.cc.
 #pragma once
@@ -31,7 +32,8 @@ class CallLog {
 
   explicit CallLog(void* entries) : entries_(static_cast<Entry*>(entries)) {}
 
-  // Whether the leader may log call `logged` when `sequence` is the first that has not ended.
+  // Whether the leader may log call `logged` when `sequence` is the first that has not ended, or
+  // that a rank has not begun.
   static bool HasRoom(uint32_t logged, uint32_t sequence) { return logged - sequence < kEntries; }
 
   void Append(uint32_t logged, const Call& call) {

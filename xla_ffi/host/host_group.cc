@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <utility>
 
+#include "../kernels/permute.h"
 #include "../kernels/segments.h"
 #include "progress.h"
 
@@ -69,8 +70,21 @@ std::shared_ptr<Ticket> HostGroup::Arrive(int rank, uint64_t site, const Operati
   return ticket;
 }
 
+// The first call whose entry a process may not have read yet, and a rank of that process.
+std::pair<uint32_t, int> HostGroup::LastRead() const {
+  std::pair<uint32_t, int> last{sequence_, 0};
+  if (to_log_.empty() || !HasOwnRegion(pending_.at(to_log_.front()).operation.algorithm)) {
+    return last;
+  }
+  for (int r = 1; r < group_.size; ++r) {
+    const uint32_t begun = LoadAcquire(BegunOf(views_[0], r, 0));
+    if (static_cast<int32_t>(begun - last.first) < 0) last = {begun, r};
+  }
+  return last;
+}
+
 void HostGroup::AppendToLog() {
-  while (!to_log_.empty() && Log::HasRoom(logged_, sequence_)) {
+  while (!to_log_.empty() && Log::HasRoom(logged_, LastRead().first)) {
     const Key key = to_log_.front();
     to_log_.pop_front();
     log_.Append(logged_++, {key.site, key.count});
@@ -81,7 +95,7 @@ void HostGroup::AppendToLog() {
 bool HostGroup::FindNext() {
   const auto call = log_.Read(sequence_);
   if (!call) {
-    missing_ = 0;
+    missing_ = LastRead().second;
     current_ = {};
     return false;
   }
@@ -140,6 +154,7 @@ void HostGroup::Progress() {
 
 void HostGroup::Advance(Tickets* done) {
   while (failure_.empty() && !pending_.empty()) {
+    if (IsLeader()) AppendToLog();
     if (!active_) active_ = FindNext();
     if (!active_ || !Advance(pending_.at(current_))) return;
     auto it = pending_.find(current_);
@@ -159,7 +174,6 @@ void HostGroup::Advance(Tickets* done) {
     Fence();
     ++sequence_;
     epoch_ += epochs;
-    if (IsLeader()) AppendToLog();
   }
 }
 

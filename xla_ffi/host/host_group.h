@@ -130,6 +130,7 @@ class HostGroup : public std::enable_shared_from_this<HostGroup> {
   std::shared_ptr<Ticket> Arrive(int rank, uint64_t site, const Operation& operation,
                                  Member member);
   bool IsLeader() const { return local_ranks_.front() == 0; }
+  std::pair<uint32_t, int> LastRead() const;
   void AppendToLog();
   bool FindNext();
   bool Advance(Pending& pending);

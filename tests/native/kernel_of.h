@@ -7,6 +7,7 @@
 #include "xla_ffi/kernels/hybrid_cube_mesh.h"
 #include "xla_ffi/kernels/one_hop.h"
 #include "xla_ffi/kernels/two_shot.h"
+#include "xla_ffi/kernels/types.h"
 
 namespace jax_intranode {
 
@@ -14,6 +15,17 @@ namespace jax_intranode {
 constexpr Algorithm kCollectives[] = {Algorithm::kOneShot, Algorithm::kTwoShot,
                                       Algorithm::kReduceScatter, Algorithm::kAllGather,
                                       Algorithm::kAllToAll};
+
+// Maxima and minima.
+constexpr Algorithm kExtremes[] = {Algorithm::kOneShotMax, Algorithm::kTwoShotMax,
+                                   Algorithm::kOneShotMin, Algorithm::kTwoShotMin};
+
+// The element types of an algorithm: only maxima and minima tell unsigned ones apart.
+inline bool HasKernel(Algorithm algorithm, ElementType type) {
+  const bool is_unsigned =
+      type == ElementType::kU8 || type == ElementType::kU32 || type == ElementType::kU64;
+  return !is_unsigned || ReductionOf(algorithm) != Reduction::kSum;
+}
 
 // Calls `run` with the type of a collective's kernel, as a std::type_identity.
 template <class Type, int N, class Packets, class Run>
@@ -29,6 +41,14 @@ auto WithKernel(Algorithm algorithm, Run run) {
       return run(std::type_identity<AllGather<Type, N, Packets>>());
     case Algorithm::kAllToAll:
       return run(std::type_identity<AllToAll<Type, N, Packets>>());
+    case Algorithm::kOneShotMax:
+      return run(std::type_identity<OneShot<Extreme<Type, true>, N, Packets>>());
+    case Algorithm::kTwoShotMax:
+      return run(std::type_identity<TwoShot<Extreme<Type, true>, N, Packets>>());
+    case Algorithm::kOneShotMin:
+      return run(std::type_identity<OneShot<Extreme<Type, false>, N, Packets>>());
+    case Algorithm::kTwoShotMin:
+      return run(std::type_identity<TwoShot<Extreme<Type, false>, N, Packets>>());
     default:
       return run(std::type_identity<HybridCubeMesh<Type, N, Packets>>());
   }

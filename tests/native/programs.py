@@ -45,6 +45,7 @@ PROGRAMS = {
     "segment_test": ["tests/native/segment_test.cc", "xla_ffi/host/segment.cc"],
     "machine_test": ["tests/native/model/machine_test.cc"],
     "collectives_model": ["tests/native/model/collectives_model.cc"],
+    "permute_model": ["tests/native/model/permute_model.cc"],
     "peer_model": ["tests/native/model/peer_model.cc"],
     "log_model": ["tests/native/model/log_model.cc"],
     "health_model": ["tests/native/model/health_model.cc"],
@@ -79,6 +80,7 @@ OUTPUT = {
     "segment_test": "done\n",
     "machine_test": "(.*\n)*done\n",
     "collectives_model": _MODEL,
+    "permute_model": _MODEL,
     "peer_model": _MODEL,
     "log_model": _MODEL,
     "health_model": _MODEL,
@@ -97,6 +99,7 @@ SOUND = {
             "sound 8 60 30",
             "sound 2 100 30 mesh",
             "sound 8 100 30 mesh",
+            "sound 3 300 30 permutes",
             "offsets",
         ],
         "full": [
@@ -105,6 +108,8 @@ SOUND = {
             "sound 4 1000 30",
             "sound 8 400 30",
             "sound 4 300 30 mesh",
+            "sound 2 2000 30 permutes",
+            "sound 8 400 30 permutes",
         ],
     },
     # Ranks, processes, rounds.
@@ -116,6 +121,7 @@ SOUND = {
             "sound 8 4 10",
             "mesh 8 4 10",
             "guards",
+            "behind",
             "deadline",
             "mismatch",
             "fail",
@@ -156,6 +162,16 @@ SOUND = {
             "sound 4 6 mesh",
         ],
     },
+    "permute_model": {
+        "quick": ["sound 2 3 quick", "sound 2 3 together"],
+        "full": ["sound 2 4 together", "sound 3 2 together"],
+        "long": [
+            "sound 2 3 full",
+            "sound 2 3 every_access",
+            "sound 3 2 quick",
+            "sound 3 3 together",
+        ],
+    },
     "peer_model": {"long": ["sound 2 3 full", "sound 2 4 quick", "sound 3 2 full"]},
     "log_model": {"full": ["sound 2 8", "sound 3 8"]},
     # Processes, stops, places.
@@ -192,6 +208,15 @@ _PROTOCOL = [
     ("other_operation", "is wrong"),
 ]
 
+_PROTOCOL_PERMUTES = [
+    # A rank that only sends overwrites what its destination has not read.
+    ("no_room", "waits or is wrong"),
+    ("one_epoch_buffer", "waits or is wrong"),
+    ("never_armed", "waits or is wrong"),
+    ("one_operation_word", "waits"),
+    ("other_operation", "is wrong"),
+]
+
 _COLLECTIVES = [
     "one_epoch_buffer",  # one buffer fewer
     "never_armed",
@@ -220,6 +245,26 @@ _CUBE_MESH = [
     "no_release",
     "no_acquire",
     "wrong_relay",  # a rank writes to one that it has no link to
+]
+
+_PERMUTES = [
+    "room_a_call_early",  # a rank sends when its destination has begun the call before the last one
+    "no_room",  # a rank waits for its source only
+    "unsigned_room",  # the comparison of two numbers of calls does not wrap
+    "begun_early",  # a rank tells of the next call before it has read the packets of this one
+    "begun_late",  # it tells in the kernel that has read them, so nothing orders the arming
+    "no_release",  # arming may become visible after the next call is told
+    "no_acquire",  # packets may take a place before the arming that made room for them
+    "one_epoch_buffer",
+    "never_armed",
+    "first_word_only",
+]
+
+# Of the check that ranks run the same operation.
+_PERMUTES_CHECK = [
+    "one_operation_word",
+    "told_without_room",  # a rank tells what it runs before the destination has read the last word
+    "told_to_all",  # not only to destinations: nothing says that those have read the last word
 ]
 
 _PEER_BUFFERS = [
@@ -302,6 +347,16 @@ BROKEN = (
         for ranks, tier in [(2, "quick"), (4, "full")]
     ]
     + [
+        (
+            "protocol_test",
+            f"{variant} {ranks} 300 {'0.3' if 'waits' in ends else '10'} permutes",
+            tier,
+            _ENDS[ends],
+        )
+        for variant, ends in _PROTOCOL_PERMUTES
+        for ranks, tier in [(2, "quick"), (4, "full")]
+    ]
+    + [
         ("protocol_test", variant + " 8 300 0.3 mesh", tier, "")
         for variant, tier in [
             ("one_epoch_buffer", "quick"),
@@ -323,6 +378,11 @@ BROKEN = (
     + [
         ("collectives_model", "idle_epochs 2 6 mesh", "quick", _ENDS_WRONG),
     ]
+    + [
+        ("permute_model", variant + " 2 3", "quick" if k % 3 == 0 else "full", _ENDS_WRONG)
+        for k, variant in enumerate(_PERMUTES + _PERMUTES_CHECK)
+    ]
+    + [("permute_model", variant + " 3 3 together", "full", _ENDS_WRONG) for variant in _PERMUTES]
     + [
         ("peer_model", f"{variant} {ranks} 3", "full", _ENDS_WRONG)
         for variant, worlds in _PEER_BUFFERS

@@ -4,12 +4,13 @@
 // places. Results lie at any address, with guard bytes before and after. The epoch wraps in the
 // middle of the calls.
 //
-//   protocol_test [variant] [ranks] [calls] [patience] [mesh]
+//   protocol_test [variant] [ranks] [calls] [patience] [mesh|permutes]
 //   protocol_test offsets
 //
 // "offsets" runs the last segment of messages of more than 4 GiB, of which no other part exists.
 //
-// A thread that waits longer than `patience` seconds ends the test. With "mesh" the ranks are a
+// A thread that waits longer than `patience` seconds ends the test. Permutes have regions of their
+// own; with "permutes" there are no other calls. With "mesh" the ranks are a
 // hybrid cube mesh, in a shuffled order, and all calls are of that algorithm. A rank has no address
 // of the regions of those that it is not linked to, so a byte that it sends them ends the program.
 //
@@ -72,6 +73,16 @@ std::vector<jin::Links> CubeMesh(int ranks) {
   return links;
 }
 
+// The source of each rank, or -1.
+std::vector<int> PartialPermutation(int ranks, std::mt19937* random) {
+  std::vector<int> sources(ranks);
+  for (int r = 0; r < ranks; ++r) sources[r] = r;
+  std::shuffle(sources.begin(), sources.end(), *random);
+  const uint32_t missing = (*random)() % 4;
+  for (int& source : sources) source = (*random)() % 4 < missing ? -1 : source;
+  return sources;
+}
+
 struct Plan {
   jin::Algorithm algorithm;
   bool floating;
@@ -82,7 +93,13 @@ struct Plan {
   uint32_t segments = 1;
   uint32_t hidden = 0;  // of a norm
 
-  bool in_place = false;  // the result is the input
+  bool in_place = false;     // the result is the input
+  bool is_unsigned = false;  // of a maximum or minimum of integers
+  // Of a permute: of each buffer the source of each rank, or -1.
+  std::vector<std::vector<int>> sources = {};
+
+  bool Permutes() const { return algorithm == jin::Algorithm::kPermute; }
+  bool IsExtreme() const { return jin::ReductionOf(algorithm) != jin::Reduction::kSum; }
 
   // Words of the input and of the output of each rank.
   size_t In(int ranks) const { return bytes / 4 * jin::InputShards(algorithm, ranks); }
@@ -129,6 +146,14 @@ bool RunAs(HostThread& t, const TestGroup& g, const jin::Buffers& call, const Pl
              ? RunBody<jin::OneShot<Type, 0, Packets>>(t, g, call, plan)
          : plan.algorithm == jin::Algorithm::kTwoShot
              ? RunBody<jin::TwoShot<Type, 0, Packets>>(t, g, call, plan)
+         : plan.algorithm == jin::Algorithm::kOneShotMax
+             ? RunBody<jin::OneShot<jin::Extreme<Type, true>, 0, Packets>>(t, g, call, plan)
+         : plan.algorithm == jin::Algorithm::kTwoShotMax
+             ? RunBody<jin::TwoShot<jin::Extreme<Type, true>, 0, Packets>>(t, g, call, plan)
+         : plan.algorithm == jin::Algorithm::kOneShotMin
+             ? RunBody<jin::OneShot<jin::Extreme<Type, false>, 0, Packets>>(t, g, call, plan)
+         : plan.algorithm == jin::Algorithm::kTwoShotMin
+             ? RunBody<jin::TwoShot<jin::Extreme<Type, false>, 0, Packets>>(t, g, call, plan)
              : RunBody<jin::HybridCubeMesh<Type, 0, Packets>>(t, g, call, plan);
 }
 
@@ -147,6 +172,7 @@ bool RunAs(HostThread& t, const TestGroup& g, const jin::AlignedBuffer& call, co
 
 template <class Call>
 bool RunCall(HostThread& t, const TestGroup& g, const Call& call, const Plan& plan) {
+  if (plan.is_unsigned) return RunAs<jin::U32, MaybeBroken<jin::FlaggedPackets>>(t, g, call, plan);
   return plan.floating ? RunAs<jin::F32, MaybeBroken<jin::BarePackets>>(t, g, call, plan)
                        : RunAs<jin::I32, MaybeBroken<jin::FlaggedPackets>>(t, g, call, plan);
 }
@@ -181,18 +207,8 @@ bool RunNorm(HostThread& t, const TestGroup& g, const jin::Buffer& whole, const 
                      : jin::Norm<jin::F32, 0, false, Packets>::Run(t, g, call);
 }
 
-bool RunPlan(HostThread& t, const TestGroup& g, const jin::Buffer& whole, const Plan& plan) {
-  if (plan.hidden > 0) return RunNorm(t, g, whole, plan);
-  if (plan.buffers == 1) {
-    // Ranks may use different kinds of buffers.
-    const size_t multiple =
-        (plan.algorithm == jin::Algorithm::kTwoShot ? g.size : 1) * plan.segments;
-    if (g.rank % 2 == 0 && jin::AlignedBuffer::Is(whole, multiple)) {
-      return RunCall(t, g, jin::AlignedBuffer{whole.in, whole.out, whole.bytes}, plan);
-    }
-    return RunCall(t, g, whole, plan);
-  }
-  // Pieces of equal size except the last one. Some are empty if the whole is small.
+// Pieces of equal size except the last one. Some are empty if the whole is small.
+jin::Buffers PiecesOf(const jin::Buffer& whole, const Plan& plan) {
   jin::Buffers pieces;
   const size_t words = plan.bytes / 4, each = (words + plan.buffers - 1) / plan.buffers;
   for (int k = 0; k < plan.buffers; ++k) {
@@ -200,7 +216,53 @@ bool RunPlan(HostThread& t, const TestGroup& g, const jin::Buffer& whole, const 
     pieces.Append({static_cast<const uint32_t*>(whole.in) + begin,
                    static_cast<char*>(whole.out) + 4 * begin, 4 * (end - begin)});
   }
-  return RunCall(t, g, pieces, plan);
+  return pieces;
+}
+
+// The members of a permute, as a rank sees them.
+jin::Permutes MembersOf(int rank, const jin::Buffer& whole, const Plan& plan) {
+  const jin::Buffers pieces = PiecesOf(whole, plan);
+  jin::Permutes members;
+  for (int k = 0; k < plan.buffers; ++k) {
+    const std::vector<int>& sources = plan.sources[k];
+    const auto to = std::find(sources.begin(), sources.end(), rank);
+    members.Append(pieces.buffer[k], sources[rank],
+                   to == sources.end() ? -1 : static_cast<int>(to - sources.begin()));
+  }
+  return members;
+}
+
+template <class Call>
+bool RunPermute(HostThread& t, const TestGroup& g, const Call& call, const Plan& plan) {
+  using Bare = jin::Permute<jin::BF16, 0, MaybeBroken<jin::BarePackets>>;
+  using Flagged = jin::Permute<jin::I8, 0, MaybeBroken<jin::FlaggedPackets>>;
+  return plan.floating ? jin::RunOperation<Bare>(t, g, call)
+                       : jin::RunOperation<Flagged>(t, g, call);
+}
+
+bool RunPlan(HostThread& t, const TestGroup& g, const jin::Buffer& whole, const Plan& plan) {
+  if (plan.hidden > 0) return RunNorm(t, g, whole, plan);
+  if (plan.Permutes()) {
+    const jin::Permutes members = MembersOf(g.rank, whole, plan);
+    // Ranks may use different kinds of calls.
+    if (g.rank % 2 != 0 || plan.buffers > 1 || !jin::AlignedBuffer::Is(whole, 1)) {
+      return RunPermute(t, g, members, plan);
+    }
+    return RunPermute(
+        t, g,
+        jin::AlignedPermute{
+            {whole.in, whole.out, whole.bytes}, {members.source[0]}, {members.destination[0]}},
+        plan);
+  }
+  if (plan.buffers == 1) {
+    // Ranks may use different kinds of buffers.
+    const size_t multiple = (jin::IsTwoShot(plan.algorithm) ? g.size : 1) * plan.segments;
+    if (g.rank % 2 == 0 && jin::AlignedBuffer::Is(whole, multiple)) {
+      return RunCall(t, g, jin::AlignedBuffer{whole.in, whole.out, whole.bytes}, plan);
+    }
+    return RunCall(t, g, whole, plan);
+  }
+  return RunCall(t, g, PiecesOf(whole, plan), plan);
 }
 
 uint32_t Value(int rank, int call, size_t i, bool floating) {
@@ -210,6 +272,41 @@ uint32_t Value(int rank, int call, size_t i, bool floating) {
   uint32_t bits;
   memcpy(&bits, &f, 4);
   return bits;
+}
+
+// Word i of a rank's input. Operands of maxima and minima have NaN, one of which looks like an
+// empty word, and zeros of both signs.
+uint32_t Input(const Plan& plan, int rank, int call, size_t i) {
+  const uint32_t word = Value(rank, call, i, plan.floating);
+  if (!plan.IsExtreme() || !plan.floating) return word;
+  switch (Value(rank, call, i, false) % 13) {
+    case 0:
+      return (i + rank) % 8 == 0 ? 0xFFFFFFFFu : (i + rank) % 8 == 1 ? 0x7F800001u : word;
+    case 1:
+    case 2:
+      return 0x80000000u;
+    case 3:
+    case 4:
+      return 0;
+    default:
+      return word;
+  }
+}
+
+bool IsNaN(uint32_t word) { return (word & 0x7FFFFFFFu) > 0x7F800000u; }
+
+// The larger of two words, or the smaller one.
+uint32_t ExtremeOf(const Plan& plan, uint32_t a, uint32_t b) {
+  const bool max = jin::ReductionOf(plan.algorithm) == jin::Reduction::kMax;
+  if (plan.floating && IsNaN(a)) return a;
+  if (plan.floating && IsNaN(b)) return b;
+  // Floats have the order of their magnitudes, negative ones the other way round.
+  const auto key = [&plan](uint32_t word) -> int64_t {
+    if (plan.is_unsigned) return word;
+    const auto bits = static_cast<int32_t>(word);
+    return plan.floating && bits < 0 ? -1 - static_cast<int64_t>(word & 0x7FFFFFFFu) : bits;
+  };
+  return (key(a) > key(b)) == max ? a : b;
 }
 
 uint32_t Sum(int ranks, int call, size_t i, bool floating) {
@@ -232,9 +329,19 @@ uint32_t WordAt(const char* words, size_t i) {
   return word;
 }
 
-// Word i of a rank's output.
+// Word i of a rank's output. Every NaN is as good as another one.
 uint32_t Expected(const Plan& plan, int ranks, int rank, int call, size_t i) {
   const size_t shard = plan.bytes / 4;
+  if (plan.Permutes()) {
+    const size_t each = (shard + plan.buffers - 1) / plan.buffers;
+    const int source = plan.sources[i / each][rank];
+    return source < 0 ? 0 : Value(source, call, i, plan.floating);
+  }
+  if (plan.IsExtreme()) {
+    uint32_t extreme = Input(plan, 0, call, i);
+    for (int r = 1; r < ranks; ++r) extreme = ExtremeOf(plan, extreme, Input(plan, r, call, i));
+    return extreme;
+  }
   const bool part = jin::InputShards(plan.algorithm, ranks) > 1;
   const size_t in = (part ? rank * shard : 0) + i % shard;
   if (jin::OnlyCopies(plan.algorithm)) {
@@ -260,6 +367,11 @@ uint32_t Expected(const Plan& plan, int ranks, int rank, int call, size_t i) {
     return bits;
   }
   return Sum(ranks, call, in, plan.floating);
+}
+
+bool IsRight(const Plan& plan, uint32_t found, uint32_t expected) {
+  return found == expected ||
+         (plan.IsExtreme() && plan.floating && IsNaN(found) && IsNaN(expected));
 }
 
 // Address space without memory: a page exists from the first store on.
@@ -364,6 +476,7 @@ int main(int argc, char** argv) {
   const int ranks = argc > 2 ? atoi(argv[2]) : 4;
   const int calls = argc > 3 ? atoi(argv[3]) : 200;
   const bool mesh = argc > 5 && std::string(argv[5]) == "mesh";
+  const bool only_permutes = argc > 5 && std::string(argv[5]) == "permutes";
   if (argc > 4) patience = std::chrono::duration<double>(atof(argv[4]));
 
   never_armed = variant == "never_armed";
@@ -371,16 +484,18 @@ int main(int argc, char** argv) {
 
   std::mt19937 random(20);
   std::vector<Plan> plans;
-  uint32_t epochs = 0;
+  uint32_t epochs = 0, permutes = 0;
+  std::vector<jin::Algorithm> kinds(std::begin(jin::kCollectives), std::end(jin::kCollectives));
+  kinds.insert(kinds.end(), std::begin(jin::kExtremes), std::end(jin::kExtremes));
+  kinds.insert(kinds.end(), std::begin(kNorms), std::end(kNorms));
+  kinds.insert(kinds.end(), 3, jin::Algorithm::kPermute);
+  if (mesh) kinds = {jin::Algorithm::kHybridCubeMesh};
+  if (only_permutes) kinds = {jin::Algorithm::kPermute};
   for (int k = 0; k < calls; ++k) {
-    constexpr size_t kKinds = std::size(jin::kCollectives);
-    const size_t drawn = mesh ? 0 : random() % (kKinds + std::size(kNorms));
-    const jin::Algorithm algorithm = mesh             ? jin::Algorithm::kHybridCubeMesh
-                                     : drawn < kKinds ? jin::kCollectives[drawn]
-                                                      : kNorms[drawn - kKinds];
+    const jin::Algorithm algorithm = kinds[random() % kinds.size()];
     size_t bytes = 4 * (1 + random() % (kMaxBytes / 4));
     if (random() % 3 == 0) bytes = 16 * ranks * (1 + bytes / (16 * ranks));
-    if (drawn >= kKinds) {
+    if (jin::IsNorm(algorithm)) {
       const uint32_t hidden = 1 + random() % 40;
       const size_t rows = 1 + random() % 9, row_bytes = 4 * hidden;
       plans.push_back({algorithm, true, rows * row_bytes,
@@ -390,17 +505,31 @@ int main(int argc, char** argv) {
       continue;
     }
     const bool cut = jin::RunsInSegments(algorithm) && random() % 2 == 0;
-    plans.push_back(
-        {algorithm, random() % 2 == 0, bytes, 1 + static_cast<int>(random() % kMaxBlocksHere),
-         jin::IsAllReduce(algorithm) && random() % 3 == 0 ? 1 + static_cast<int>(random() % 9) : 1,
-         random() % 2 == 0 ? 0 : random() % 16,
-         cut ? 2 + 2 * static_cast<uint32_t>(random() % 3) : 1, 0,
-         algorithm == jin::Algorithm::kAllToAll && random() % 2 == 0});
+    const bool is_permute = algorithm == jin::Algorithm::kPermute;
+    plans.push_back({algorithm, random() % 2 == 0, bytes,
+                     1 + static_cast<int>(random() % kMaxBlocksHere),
+                     (jin::IsAllReduce(algorithm) || is_permute) && random() % 3 == 0
+                         ? 1 + static_cast<int>(random() % 9)
+                         : 1,
+                     random() % 2 == 0 ? 0 : random() % 16,
+                     cut ? 2 + 2 * static_cast<uint32_t>(random() % 3) : 1, 0,
+                     (algorithm == jin::Algorithm::kAllToAll || is_permute) && random() % 2 == 0});
+    Plan& plan = plans.back();
+    plan.is_unsigned = plan.IsExtreme() && !plan.floating && random() % 2 == 0;
+    for (int m = 0; m < plan.buffers && is_permute; ++m) {
+      plan.sources.push_back(PartialPermutation(ranks, &random));
+    }
+    if (is_permute) {
+      ++permutes;
+      continue;
+    }
     epochs += jin::Epochs(jin::PhasesOf(plans.back().algorithm), plans.back().segments);
   }
   const uint32_t first_epoch = 0u - epochs / 2;
   const jin::Regions regions(ranks, kEpochBufferBytes, first_epoch);
   for (int r = 0; r < ranks; ++r) regions.Header(r)->operations = 0u - calls / 2;
+  // Permutes have regions of their own.
+  const jin::Regions of_permutes(ranks, kEpochBufferBytes, 0u - permutes / 2);
 
   std::atomic<long> wrong{0};
   std::vector<std::thread> threads;
@@ -418,17 +547,22 @@ int main(int argc, char** argv) {
     for (int k = 0; k < calls; ++k) {
       const size_t n = plans[k].In(ranks);
       inputs[r].emplace_back(n);
-      for (size_t i = 0; i < n; ++i) inputs[r][k][i] = Value(r, k, i, plans[k].floating);
+      for (size_t i = 0; i < n; ++i) inputs[r][k][i] = Input(plans[k], r, k, i);
       outputs[r].emplace_back(4 * plans[k].Out(ranks), plans[k].shift);
       if (plans[k].in_place) memcpy(outputs[r][k].data(), inputs[r][k].data(), 4 * n);
     }
   }
 
+  // A call in which rank 0 tells rank 1 what it runs.
+  int other = calls / 2;
+  while (other < calls - 1 && plans[other].Permutes() && plans[other].sources[0][1] != 0) ++other;
+
   const std::vector<jin::Links> links = CubeMesh(ranks);
   if (mesh && !jin::IsCubeMesh(links)) return 2;
-  const auto group_of = [&](int rank) {
+  const auto group_of = [&](int rank, bool permutes) {
     TestGroup group;
-    regions.GiveTo(&group);
+    (permutes ? of_permutes : regions).GiveTo(&group);
+    group.no_room = variant == "no_room";
     group.rank = rank;
     group.one_epoch_buffer = variant == "one_epoch_buffer";
     group.short_segment = variant == "short_segment";
@@ -451,14 +585,20 @@ int main(int argc, char** argv) {
     for (int t = 0; t < ranks; ++t) {
       threads.emplace_back([&, r, t] {
         Jitter jitter(r * 100 + 50 + t);
-        TestGroup group = group_of(r);
+        TestGroup groups[] = {group_of(r, false), group_of(r, true)};
         for (int k = 0; k < calls; ++k) {
+          TestGroup& group = groups[plans[k].Permutes()];
           HostThread thread{t, 0, 1, check_barriers[r].get(), &jitter, nullptr};
           jitter.Pause();
-          const bool differs = variant == "other_operation" && r == 0 && k == calls / 2;
+          const bool differs = variant == "other_operation" && r == 0 && k == other;
           group.operation = jin::OperationWord(plans[k].algorithm, jin::ElementType::kF32,
                                                plans[k].bytes + differs);
-          jin::CheckSameOperation(thread, group);
+          if (plans[k].Permutes()) {
+            const jin::Buffer none{inputs[r][k].data(), outputs[r][k].data(), plans[k].bytes};
+            jin::BeginPermute(thread, group, MembersOf(r, none, plans[k]));
+          } else {
+            jin::CheckSameOperation(thread, group);
+          }
           rank_barriers[r]->arrive_and_wait();
         }
       });
@@ -467,9 +607,10 @@ int main(int argc, char** argv) {
       for (int t = 0; t < kThreads; ++t) {
         threads.emplace_back([&, r, b, t] {
           Jitter jitter(r * 100 + b * 10 + t);
-          TestGroup group = group_of(r);
+          TestGroup groups[] = {group_of(r, false), group_of(r, true)};
           for (int k = 0; k < calls; ++k) {
             const Plan& plan = plans[k];
+            TestGroup& group = groups[plan.Permutes()];
             if (b < plan.blocks) {
               const int block = r * kMaxBlocksHere + b;
               HostThread thread{
@@ -502,16 +643,23 @@ int main(int argc, char** argv) {
   for (int r = 0; r < ranks; ++r) {
     for (int k = 0; k < calls; ++k) {
       for (size_t i = 0; i < outputs[r][k].size() / 4; ++i) {
-        wrong += WordAt(outputs[r][k].data(), i) != Expected(plans[k], ranks, r, k, i);
+        wrong +=
+            !IsRight(plans[k], WordAt(outputs[r][k].data(), i), Expected(plans[k], ranks, r, k, i));
       }
       wrong += outputs[r][k].Hit();
     }
     const auto* header = regions.Header(r);
     for (uint32_t epoch : header->epoch) wrong += epoch != first_epoch + epochs;
-    wrong += header->operations != static_cast<uint32_t>(calls - calls / 2);
+    wrong += header->operations != static_cast<uint32_t>(calls - calls / 2) - permutes;
+    header = of_permutes.Header(r);
+    for (uint32_t epoch : header->epoch) wrong += epoch != permutes - permutes / 2;
+    wrong += header->operations != permutes - permutes / 2;
+    for (const auto& of_parity : header->peer_operation) {
+      for (uint64_t word : of_parity) wrong += word != 0;
+    }
   }
   wrong += others_met;
-  const long full = static_cast<long>(regions.BytesLeft());
+  const long full = static_cast<long>(regions.BytesLeft() + of_permutes.BytesLeft());
   printf("%s: ranks %d calls %d wrong %ld bytes left %ld busy %d\n", variant.c_str(), ranks, calls,
          wrong.load(), full, was_busy.load());
   return wrong != 0 || full != 0 || was_busy;

@@ -13,6 +13,7 @@
 
 #include "xla_ffi/kernels/norm_protocol.h"
 #include "xla_ffi/kernels/one_hop.h"
+#include "xla_ffi/kernels/permute.h"
 
 namespace protocol_test {
 
@@ -102,6 +103,7 @@ struct TestGroup : jin::Group {
   bool one_epoch_buffer = false;
   bool one_operation_word = false;
   bool short_segment = false;
+  bool no_room = false;
   uint64_t operation;
   uint64_t* OperationOf(int of, int to, uint32_t count) const {
     return jin::Group::OperationOf(of, to, one_operation_word ? 0 : count);
@@ -110,6 +112,11 @@ struct TestGroup : jin::Group {
     return jin::Group::EpochBuffer(of_rank, one_epoch_buffer ? 0 : epoch);
   }
 };
+
+// Takes the place of permute.h's: a rank sends to its destination at once, or does not.
+inline bool HasRoom(const TestGroup& g, int to, uint32_t epoch) {
+  return g.no_room || jin::HasRoom<TestGroup>(g, to, epoch);
+}
 
 inline bool never_armed = false;
 // Only the first word of a packet is checked. This breaks floating-point calls only: the words of a

@@ -18,6 +18,8 @@ class Regions {
       memory_[r].resize((kHeaderBytes + 2 * epoch_buffer_bytes) / sizeof(Line));
       memset(At(r) + kHeaderBytes, 0xFF, 2 * epoch_buffer_bytes);
       for (uint32_t& of_block : Header(r)->epoch) of_block = epoch;
+      for (uint32_t& of_rank : Header(r)->begun) of_rank = epoch;
+      Header(r)->operations = epoch;
     }
   }
   int ranks() const { return static_cast<int>(memory_.size()); }

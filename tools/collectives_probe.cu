@@ -14,15 +14,16 @@
 //   ./collectives_probe RANKS OPERATION BYTES alone [BLOCKSxTHREADS]
 //
 // "check" runs operations of many sizes after each other, with random delays of each rank, in place
-// and not. "check-mesh" does so with the ranks as a hybrid cube mesh: a rank has no address of the
-// regions of those that it is not linked to. "check-other" launches a kernel with more blocks than
-// fit on the GPU, whose peer runs another operation: it must find that, and not time out. The
-// fourth form times psum, psum_scatter, all_gather or all_to_all of BYTES (of the larger of operand
-// and result) in segments of at most SEGMENT_BYTES (of an operand; of psum_scatter's result; of
-// what all_to_all sends to each peer); 0: in one epoch. A line says the microseconds of an
-// operation, the bytes per second that each rank sends, and the number of wrong elements. The
-// launch shape is that of the table, or what fits on a shared GPU. "alone" times the kernel of one
-// rank, with its whole grid, whose peers have sent everything.
+// and not: sums, maxima, minima, copies, and permutes, which have regions of their own.
+// "check-mesh" does so with the ranks as a hybrid cube mesh: a rank has no address of the regions
+// of those that it is not linked to. "check-other" launches a kernel with more blocks than fit on
+// the GPU, whose peer runs another operation: it must find that, and not time out. The fourth form
+// times psum, psum_scatter, all_gather or all_to_all of BYTES (of the larger of operand and result)
+// in segments of at most SEGMENT_BYTES (of an operand; of psum_scatter's result; of what all_to_all
+// sends to each peer); 0: in one epoch. A line says the microseconds of an operation, the bytes per
+// second that each rank sends, and the number of wrong elements. The launch shape is that of the
+// table, or what fits on a shared GPU. "alone" times the kernel of one rank, with its whole grid,
+// whose peers have sent everything.
 
 #include <algorithm>
 #include <cstdio>
@@ -42,6 +43,7 @@ namespace jax_intranode {
 
 // The probe has only the kernels that it runs.
 const void* FlaggedKernel(Algorithm, ElementType, int, CallKind, bool) { return nullptr; }
+const void* FlaggedPermuteKernel(bool) { return nullptr; }
 const void* NormKernel(ElementType, int, bool) { return nullptr; }
 
 }  // namespace jax_intranode
@@ -63,19 +65,41 @@ __device__ float Value(int rank, size_t i, uint32_t seed) {
 }
 __device__ uint16_t Bits(float value) { return __float_as_uint(value) >> 16; }  // exact ones
 
-__global__ void Fill(uint16_t* to, size_t count, int rank, uint32_t seed) {
+// The same for maxima and minima, which have zeros of both signs and a few NaN.
+__device__ float Extremal(int rank, size_t i, uint32_t seed) {
+  const float value = Value(rank, i, seed);
+  if (value == 1) return -0.0f;
+  return value == 8 && (i + rank) % 5 == 0 ? __uint_as_float(0x7FC00000) : value;
+}
+__device__ float ExtremeOf(bool max, float a, float b) {
+  if (isnan(a) || isnan(b)) return __uint_as_float(0x7FC00000);
+  const bool a_is_larger = a > b || (a == b && !signbit(a));
+  return a_is_larger == max ? a : b;
+}
+
+__global__ void Fill(uint16_t* to, size_t count, int rank, uint32_t seed, bool sums) {
   const size_t step = size_t{gridDim.x} * blockDim.x;
   for (size_t i = size_t{blockIdx.x} * blockDim.x + threadIdx.x; i < count; i += step) {
-    to[i] = Bits(Value(rank, i, seed));
+    to[i] = Bits(sums ? Value(rank, i, seed) : Extremal(rank, i, seed));
   }
 }
 
 // Counts the wrong elements of a rank's result. `shard`: elements of a shard.
-__global__ void Compare(Algorithm algorithm, const uint16_t* result, size_t count, size_t shard,
-                        int rank, int ranks, uint32_t seed, unsigned long long* wrong) {
+__global__ void Compare(Algorithm algorithm, Reduction reduction, const uint16_t* result,
+                        size_t count, size_t shard, int rank, int ranks, uint32_t seed,
+                        unsigned long long* wrong) {
   const size_t step = size_t{gridDim.x} * blockDim.x;
   for (size_t i = size_t{blockIdx.x} * blockDim.x + threadIdx.x; i < count; i += step) {
     float want = 0;
+    if (reduction != Reduction::kSum) {
+      want = Extremal(0, i, seed);
+      for (int r = 1; r < ranks; ++r) {
+        want = ExtremeOf(reduction == Reduction::kMax, want, Extremal(r, i, seed));
+      }
+      const bool is_nan = (result[i] & 0x7FFF) > 0x7F80;
+      if (isnan(want) ? !is_nan : result[i] != Bits(want)) atomicAdd(wrong, 1ull);
+      continue;
+    }
     const bool divides =
         algorithm == Algorithm::kReduceScatter || algorithm == Algorithm::kAllToAll;
     const size_t at = (divides ? rank * shard : 0) + i % shard;
@@ -85,6 +109,16 @@ __global__ void Compare(Algorithm algorithm, const uint16_t* result, size_t coun
       for (int r = 0; r < ranks; ++r) want += Value(r, at, seed);
     }
     if (result[i] != Bits(want)) atomicAdd(wrong, 1ull);
+  }
+}
+
+// The same for a member of a permute, which begins at element `begin` of a rank's buffers.
+__global__ void ComparePermuted(const uint16_t* result, size_t begin, size_t count, int source,
+                                uint32_t seed, unsigned long long* wrong) {
+  const size_t step = size_t{gridDim.x} * blockDim.x;
+  for (size_t i = size_t{blockIdx.x} * blockDim.x + threadIdx.x; i < count; i += step) {
+    const float want = source < 0 ? 0 : Value(source, begin + i, seed);
+    if (result[begin + i] != Bits(want)) atomicAdd(wrong, 1ull);
   }
 }
 
@@ -105,14 +139,25 @@ struct Operation {
   size_t elements;  // of the operand; of a reduce-scatter's result, of a part of an all-to-all
   uint32_t segments;
   LaunchShape shape;
-  size_t buffers = 1;  // of a psum: pieces of one buffer
+  size_t buffers = 1;  // of an all-reduce or a permute: pieces of one buffer
   bool in_place = false;
   size_t shift = 0;  // elements between the buffers' beginning and an aligned address
+  // Of a permute: of each piece the source of each rank, or -1.
+  std::vector<std::vector<int>> sources = {};
+
+  // Calls `with(first element, elements)` for each piece. The last ones may be missing.
+  template <class With>
+  void ForEachPiece(With with) const {
+    const size_t each = (elements + buffers - 1) / buffers;
+    for (size_t begin = 0; begin < elements; begin += each) {
+      with(begin, std::min(each, elements - begin));
+    }
+  }
 };
 
 class Probe {
  public:
-  Probe(int count, bool mesh) : groups_(count), ranks_(count) {
+  Probe(int count, bool mesh) : groups_(count), permuting_(count), ranks_(count) {
     int gpus;
     Check(cudaGetDeviceCount(&gpus));
     shared_ = gpus < count;
@@ -125,11 +170,13 @@ class Probe {
       Check(cudaStreamCreateWithFlags(&ranks_[r].stream, cudaStreamNonBlocking));
       Check(cudaEventCreate(&ranks_[r].begin));
       Check(cudaEventCreate(&ranks_[r].end));
-      void* region;
-      Check(cudaMalloc(&region, kHeaderBytes + 2 * kEpochBufferBytes));
-      Check(cudaMemset(region, 0, kHeaderBytes));
-      Check(cudaMemset(static_cast<char*>(region) + kHeaderBytes, 0xFF, 2 * kEpochBufferBytes));
-      for (DeviceGroup& group : groups_) group.region[r] = static_cast<char*>(region);
+      for (auto* groups : {&groups_, &permuting_}) {
+        void* region;
+        Check(cudaMalloc(&region, kHeaderBytes + 2 * kEpochBufferBytes));
+        Check(cudaMemset(region, 0, kHeaderBytes));
+        Check(cudaMemset(static_cast<char*>(region) + kHeaderBytes, 0xFF, 2 * kEpochBufferBytes));
+        for (DeviceGroup& group : *groups) group.region[r] = static_cast<char*>(region);
+      }
       DeviceGroup& group = groups_[r];
       group.epoch_buffer_bytes = kEpochBufferBytes;
       group.rank = r;
@@ -138,6 +185,9 @@ class Probe {
       memset(static_cast<void*>(group.failure), 0, sizeof(FailureRecord));
       group.timeout_ns = 20'000'000'000;
       group.site = 0;
+      DeviceGroup permuting = group;
+      std::copy(permuting_[r].region, permuting_[r].region + kMaxRanks, permuting.region);
+      permuting_[r] = permuting;
       // A kernel that is loaded while another one spins might wait for it.
       Check(LoadListedKernels());
       Check(cudaDeviceSynchronize());
@@ -157,7 +207,9 @@ class Probe {
     for (const bool in_segments : {false, true}) {
       for (const CallKind kind : {CallKind::kAligned, CallKind::kAny, CallKind::kMany}) {
         if (kind != CallKind::kAligned && !any) continue;
-        const void* kernel = BareKernel(algorithm, kType, count(), kind, in_segments);
+        const void* kernel = algorithm == Algorithm::kPermute
+                                 ? BarePermuteKernel(kind == CallKind::kAligned)
+                                 : BareKernel(algorithm, kType, count(), kind, in_segments);
         if (kernel == nullptr) continue;
         Check(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&of_one_sm, kernel, threads, 0));
         least = std::min(least, of_one_sm * sms / count() - 2);  // one of them for the check
@@ -180,7 +232,8 @@ class Probe {
         const size_t ins = o.elements * InputShards(o.algorithm, count());
         const size_t outs = o.elements * OutputShards(o.algorithm, count());
         in[r].push_back(Allocate(ins + o.shift) + o.shift);
-        Fill<<<256, 256, 0, ranks_[r].stream>>>(in[r].back(), ins, r, seed);
+        Fill<<<256, 256, 0, ranks_[r].stream>>>(in[r].back(), ins, r, seed,
+                                                ReductionOf(o.algorithm) == Reduction::kSum);
         out[r].push_back(o.in_place ? in[r].back() : Allocate(outs + o.shift) + o.shift);
         if (!o.in_place) {
           Check(cudaMemsetAsync(out[r].back(), 0xFF, 2 * outs, ranks_[r].stream));
@@ -218,7 +271,16 @@ class Probe {
         Check(cudaMalloc(&wrong, sizeof found));
         Check(cudaMemset(wrong, 0, sizeof found));
         // In place, further calls sum sums: only the first one is checked.
-        Compare<<<256, 256>>>(o.algorithm, out[r][i], outs, o.elements, r, count(), seed, wrong);
+        if (o.algorithm == Algorithm::kPermute) {
+          size_t piece = 0;
+          o.ForEachPiece([&](size_t begin, size_t elements) {
+            ComparePermuted<<<256, 256>>>(out[r][i], begin, elements, o.sources[piece++][r], seed,
+                                          wrong);
+          });
+        } else {
+          Compare<<<256, 256>>>(o.algorithm, ReductionOf(o.algorithm), out[r][i], outs, o.elements,
+                                r, count(), seed, wrong);
+        }
         Check(cudaMemcpy(&found, wrong, sizeof found, cudaMemcpyDeviceToHost));
         Check(cudaFree(wrong));
         all_wrong += found;
@@ -308,13 +370,22 @@ class Probe {
       Check(Launch(o.algorithm, kType, groups_[rank], call, o.segments, o.shape,
                    ranks_[rank].stream));
     };
+    if (o.algorithm == Algorithm::kPermute) {
+      Permutes members;
+      o.ForEachPiece([&](size_t begin, size_t elements) {
+        const std::vector<int>& sources = o.sources[members.count];
+        const auto to = std::find(sources.begin(), sources.end(), rank);
+        members.Append({in + begin, out + begin, 2 * elements}, sources[rank],
+                       to == sources.end() ? -1 : static_cast<int>(to - sources.begin()));
+      });
+      Check(LaunchPermute(kType, permuting_[rank], members, o.shape, ranks_[rank].stream));
+      return;
+    }
     if (o.buffers == 1) return launch(Buffer{in, out, 2 * o.elements});
     Buffers pieces;
-    const size_t each = (o.elements + o.buffers - 1) / o.buffers;
-    for (size_t begin = 0; begin < o.elements; begin += each) {
-      const size_t elements = std::min(each, o.elements - begin);
+    o.ForEachPiece([&](size_t begin, size_t elements) {
       pieces.Append({in + begin, out + begin, 2 * elements});
-    }
+    });
     launch(pieces);
   }
 
@@ -344,15 +415,18 @@ class Probe {
   unsigned long long BytesLeft() {
     unsigned long long left = 0;
     std::vector<char> host(2 * kEpochBufferBytes);
-    for (const DeviceGroup& group : groups_) {
-      Check(cudaMemcpy(host.data(), group.region[group.rank] + kHeaderBytes, host.size(),
-                       cudaMemcpyDefault));
-      left += host.size() - std::count(host.begin(), host.end(), static_cast<char>(0xFF));
+    for (const auto* groups : {&groups_, &permuting_}) {
+      for (const DeviceGroup& group : *groups) {
+        Check(cudaMemcpy(host.data(), group.region[group.rank] + kHeaderBytes, host.size(),
+                         cudaMemcpyDefault));
+        left += host.size() - std::count(host.begin(), host.end(), static_cast<char>(0xFF));
+      }
     }
     return left;
   }
 
   std::vector<DeviceGroup> groups_;
+  std::vector<DeviceGroup> permuting_;  // the same ranks, with the regions of permutes
   std::vector<Rank> ranks_;
   std::vector<uint16_t*> allocated_;
   bool shared_;
@@ -372,9 +446,19 @@ uint32_t Segments(Algorithm algorithm, size_t bytes, size_t segment_bytes, int r
 // The blocks that have work, at most `most`.
 int Blocks(const Operation& o, int ranks, int most) {
   size_t packs = SegmentPacks(o.algorithm, PacksOf(2 * o.elements), ranks, o.segments);
-  if (o.algorithm == Algorithm::kTwoShot) packs = (packs + ranks - 1) / ranks;
+  if (IsTwoShot(o.algorithm)) packs = (packs + ranks - 1) / ranks;
   const size_t blocks = (packs + o.shape.threads - 1) / o.shape.threads;
   return static_cast<int>(std::clamp<size_t>(blocks, 1, most));
+}
+
+// The source of each rank, or -1.
+std::vector<int> PartialPermutation(int ranks, std::mt19937* random) {
+  std::vector<int> sources(ranks);
+  for (int r = 0; r < ranks; ++r) sources[r] = r;
+  std::shuffle(sources.begin(), sources.end(), *random);
+  const uint32_t missing = (*random)() % 4;
+  for (int& source : sources) source = (*random)() % 4 < missing ? -1 : source;
+  return sources;
 }
 
 int CheckAll(Probe& ranks, bool mesh) {
@@ -387,19 +471,27 @@ int CheckAll(Probe& ranks, bool mesh) {
     const int threads = 32 << (random() % 5);
     std::vector<Operation> chosen;
     for (int k = 0; k < 12; ++k) {
-      const Algorithm algorithms[] = {Algorithm::kOneShot, Algorithm::kTwoShot,
-                                      Algorithm::kReduceScatter, Algorithm::kAllGather,
-                                      Algorithm::kAllToAll};
-      Operation o{algorithms[random() % 5], 0, 1, {1, threads}};
+      const Algorithm algorithms[] = {
+          Algorithm::kOneShot,    Algorithm::kTwoShot,    Algorithm::kReduceScatter,
+          Algorithm::kAllGather,  Algorithm::kAllToAll,   Algorithm::kOneShotMax,
+          Algorithm::kTwoShotMax, Algorithm::kOneShotMin, Algorithm::kTwoShotMin,
+          Algorithm::kPermute,    Algorithm::kPermute,    Algorithm::kPermute};
+      Operation o{algorithms[random() % std::size(algorithms)], 0, 1, {1, threads}};
       if (mesh) o.algorithm = Algorithm::kHybridCubeMesh;
       // Small ones between large ones, whole packs and not.
       o.elements =
           random() % 3 == 0 ? 1 + random() % 3000 : 1 + random() % (mesh ? 1500000 : 3000000);
       if (random() % 2 == 0) o.elements = (o.elements + 4095) / 4096 * 4096;
       if (IsAllReduce(o.algorithm) && !mesh && random() % 2 == 0) o.buffers = 2 + random() % 100;
+      if (o.algorithm == Algorithm::kPermute) {
+        o.buffers = random() % 2 == 0 ? 1 : 1 + random() % kMaxMembers;
+        while (o.sources.size() < o.buffers) {
+          o.sources.push_back(PartialPermutation(ranks.count(), &random));
+        }
+      }
       const size_t bytes = 2 * o.elements + 16 * o.buffers;  // each buffer begins a pack
       const size_t segment = size_t{1} << (12 + random() % 10);
-      o.segments = mesh || (random() % 4 == 0 && o.elements < 500000)
+      o.segments = !RunsInSegments(o.algorithm) || (random() % 4 == 0 && o.elements < 500000)
                        ? 1
                        : Segments(o.algorithm, bytes, segment, ranks.count());
       o.shape.blocks =
@@ -409,7 +501,8 @@ int CheckAll(Probe& ranks, bool mesh) {
     }
     all_wrong += ranks.Run(chosen, 3, 100000).second;
     for (Operation& o : chosen) {
-      o.in_place = IsAllReduce(o.algorithm) || o.algorithm == Algorithm::kAllToAll;
+      o.in_place = IsAllReduce(o.algorithm) || o.algorithm == Algorithm::kAllToAll ||
+                   o.algorithm == Algorithm::kPermute;
     }
     all_wrong += ranks.Run(chosen, 0, 100000).second;
     operations += 2 * static_cast<int>(chosen.size());

@@ -27,7 +27,7 @@ import jax_intranode
 from jax_intranode._src.group import agreed, slabs
 from jax_intranode._src.group import rendezvous as rendezvous_lib
 from jax_intranode._src.native import extension
-from jax_intranode._src.operations import COLLECTIVE, of_kind
+from jax_intranode._src.operations import COLLECTIVE, RECORDS, of_kind
 from jax_intranode._src.ops import all_reduce
 from jax_intranode._src.selection import config, select, table
 
@@ -35,8 +35,12 @@ FLOATS = ("float32", "bfloat16", "float16")
 DTYPES = (*FLOATS, "float64", "int8", "uint8", "int32", "uint32", "int64", "uint64")
 COPIED_DTYPES = (*DTYPES, "bool", "int16", "uint16", "complex64", "complex128")
 OPERATIONS = tuple(record.name for record in of_kind(COLLECTIVE))
+# Those that run in segments, if they are large.
+SEGMENTED = tuple(name for name in OPERATIONS if name != "ppermute")
 # Those whose operand has a part for each rank.
 DIVIDED = ("psum_scatter", "all_to_all")
+# Those whose result has the shape of the operand.
+KEEPS_SHAPE = ("psum", "pmax", "pmin", "ppermute")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -169,13 +173,35 @@ def oracle(parts: np.ndarray) -> np.ndarray:
         return total.astype(dtype)
 
 
+def extreme(operation: str, parts: np.ndarray) -> np.ndarray:
+    """The fold of lax.max or lax.min over the first axis: NaN if there is one, +0 above -0."""
+    of = np.maximum if operation == "pmax" else np.minimum
+    total = parts[0]
+    for part in parts[1:]:
+        found = of(total, part)
+        if total.dtype.kind not in "biu":
+            zeros = (total == 0) & (part == 0)
+            negative = np.signbit(total), np.signbit(part)
+            sign = negative[0] & negative[1] if operation == "pmax" else negative[0] | negative[1]
+            found = np.where(zeros, np.where(sign, -0.0, 0.0).astype(found.dtype), found)
+        total = found
+    return total
+
+
 # Operations and programs.
 
 
+def shift(n: int) -> list[tuple[int, int]]:
+    """The permutation by which each rank sends to the next one."""
+    return [(rank, (rank + 1) % n) for rank in range(n)]
+
+
 def apply(operation: str, v: Any, axes: Any = "x", lib: Any = jax_intranode) -> Any:
-    """Applies an operation to a rank's vector; all but psum are tiled."""
+    """Applies an operation to a rank's vector: tiled, or to the next rank."""
+    if operation == "ppermute":
+        return lib.ppermute(v, axes, shift(lax.axis_size(axes)))
     dimensions = (0, 0) if operation == "all_to_all" else ()
-    options = {} if operation == "psum" else {"tiled": True}
+    options = {} if operation in KEEPS_SHAPE else {"tiled": True}
     return getattr(lib, operation)(v, axes, *dimensions, **options)
 
 
@@ -184,6 +210,10 @@ def reference(operation: str, parts: np.ndarray) -> np.ndarray:
     n = len(parts)
     if operation == "psum":
         return everywhere(oracle(parts), n)
+    if operation in ("pmax", "pmin"):
+        return everywhere(extreme(operation, parts), n)
+    if operation == "ppermute":
+        return np.roll(parts, 1, 0)
     if operation == "psum_scatter":
         return oracle(parts).reshape(n, -1)
     if operation == "all_to_all":
@@ -207,7 +237,8 @@ def compiled_of_ours(f: Any, *args: Any, **options: Any) -> Any:
     program = jax.jit(f, **options).lower(*args).compile()
     text = program.as_text()
     assert "jax_intranode_" in text
-    assert not re.search(r"\b(all-reduce|all-gather|reduce-scatter|all-to-all)(-start)?\(", text)
+    of_xla = "all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute"
+    assert not re.search(rf"\b({of_xla})(-start)?\(", text)
     return program
 
 
@@ -257,7 +288,9 @@ def in_segments(nbytes: int) -> Iterator[None]:
     """Selects our algorithms at all sizes, in segments of at most this size."""
 
     def cut(operation: str, row: table.Row) -> table.Row:
-        algorithm = "two_shot" if operation == "psum" else row.algorithm
+        if operation not in SEGMENTED:
+            return dataclasses.replace(row, nbytes=1 << 40)
+        algorithm = RECORDS[operation].by_protocol("two_shot") or row.algorithm
         threads = min(row.threads, 32)  # so that a GPU has several blocks
         return table.Row(1 << 40, algorithm, threads, row.blocks, nbytes)
 

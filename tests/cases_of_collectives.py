@@ -12,7 +12,9 @@ from cases import (
     COPIED_DTYPES,
     DIVIDED,
     DTYPES,
+    KEEPS_SHAPE,
     OPERATIONS,
+    SEGMENTED,
     apply,
     case,
     check,
@@ -41,6 +43,7 @@ from jax.sharding import PartitionSpec as P
 
 import jax_intranode
 from jax_intranode._src.native import extension
+from jax_intranode._src.operations import RECORDS
 from jax_intranode._src.ops import collective
 
 # Values.
@@ -62,8 +65,8 @@ def every_dtype_and_count(dtype: str, algorithm: str) -> None:
         check(result, reference("psum", part))
 
 
-@case(dtype=("bfloat16", "int8", "float64"), operation=("all_to_all",))
-@case(dtype=DTYPES, operation=("psum_scatter", "all_gather"))
+@case(dtype=("bfloat16", "int8", "float64"), operation=("all_to_all", "ppermute"))
+@case(dtype=DTYPES, operation=("psum_scatter", "all_gather", "pmax", "pmin"))
 def every_dtype_and_count_of_parts(dtype: str, operation: str) -> None:
     mesh = line()
     n = mesh.size
@@ -144,30 +147,31 @@ def special(dtype: str) -> np.ndarray:
     return np.concatenate([values, subnormals, -subnormals, ones])
 
 
-@case(how=("one_shot", "two_shot", "psum_scatter", "all_gather", "all_to_all"))
-def special_values(how: str) -> None:
+@case(how=("one_shot", "two_shot", *OPERATIONS[1:]))
+@case(how=("pmax", "pmin"), algorithm=("two_shot",))
+def special_values(how: str, algorithm: str = "auto") -> None:
     """NaN, infinities, signed zeros, subnormals, extreme integers, words of all ones."""
     mesh = line()
     n = mesh.size
     operation = how if how in OPERATIONS else "psum"
     generator = np.random.default_rng(3)
     parts = {}
-    for dtype in COPIED_DTYPES if how in ("all_gather", "all_to_all") else DTYPES:
+    for dtype in DTYPES if RECORDS[operation].reduction else COPIED_DTYPES:
         values = special(dtype)
-        count = {"all_gather": 61, "all_to_all": 30 * n}.get(how, 61 * n)
+        count = {"all_gather": 61, "all_to_all": 30 * n, "ppermute": 61}.get(how, 61 * n)
         parts[dtype] = values[generator.integers(0, len(values), (n, count))]
         if np.dtype(dtype).kind not in "biuc":
             parts[dtype][:, :3] = np.array(-0.0, dtype)  # the sum of negative zeros is -0.0
             parts[dtype][:, 3:6] = np.array([1, 2, 3], f"u{np.dtype(dtype).itemsize}").view(dtype)
 
     def f(tree: Any) -> Any:
-        if operation == "psum":  # one psum of the whole tree
-            return jax_intranode.psum(tree, "x")
+        if operation in KEEPS_SHAPE:  # one call with the whole tree
+            return apply(operation, tree)
         return {k: apply(operation, v[0])[None] for k, v in tree.items()}
 
     with x64("float64"):
         arrays = {dtype: put(mesh, P("x"), part) for dtype, part in parts.items()}
-        with forced(how if operation == "psum" else "auto"):
+        with forced(how if operation == "psum" else algorithm):
             results = compiled_of_ours(sharded(f, mesh, P("x"), P("x")), arrays)(arrays)
         for dtype, part in parts.items():
             check(results[dtype], reference(operation, part))
@@ -310,7 +314,7 @@ def chain_with_delays(operation: str) -> None:
     mesh = line()
     n = mesh.size
     steps = 4 * n
-    count = {"psum": 300, "all_gather": 40}.get(operation, 40 * n)
+    count = {"all_gather": 40}.get(operation, 300 if operation in KEEPS_SHAPE else 40 * n)
     late = np.zeros((steps, n), np.int32)
     late[np.arange(steps), np.arange(steps) % n] = np.random.default_rng(13).integers(
         1, 5000, steps
@@ -344,7 +348,7 @@ def chain_with_delays(operation: str) -> None:
     check(result, np.stack(want, 1))
 
 
-@case(operation=OPERATIONS)
+@case(operation=SEGMENTED)
 @in_segments(256)
 def delays_in_segments(operation: str) -> None:
     """As `chain_with_delays`, with several epochs a call."""

@@ -27,8 +27,13 @@ from stress.calls import Call, Seeded, random_call, random_carries
 
 import jax_intranode
 
+WAYS_OF_PERMUTES = tuple(way for way in soak_calls.WAYS if way != "late")
+
 # So few elements that all operations are ours on CPU devices.
-FEW = {"psum": 1500, "psum_scatter": 120, "all_gather": 120, "all_to_all": 60}
+FEW = {
+    **{"psum": 1500, "psum_scatter": 120, "all_gather": 120, "all_to_all": 60},
+    **{"pmax": 1500, "pmin": 1500, "ppermute": 200},
+}
 
 
 def random_calls(seed: int, count: int, mesh: Mesh) -> list[Call]:
@@ -74,6 +79,31 @@ def random_program(which: int) -> None:
         results = [program(value) for _ in range(6)]
         for result in results:
             check(result, want)
+
+
+PERMUTES = {"ppermute": 60, "pmax": 60, "pmin": 60}
+
+
+@case(first=range(0, 1000, 10))
+def random_permutes(first: int) -> None:
+    """Ten programs of permutes, maxima and minima among 2 to 8 ranks have the bits of jax.lax."""
+    for seed in range(first, first + 10):
+        world = 2 + seed % 7
+        mesh = make_mesh((2, world // 2), ("d", "t")) if seed % 4 == 1 else line(world)
+        if mesh.size > len(jax.devices()) or not takes_part(mesh):
+            continue
+        jax_intranode.initialize(mesh)
+        choose = Seeded(seed)
+        calls = [
+            random_call(choose, mesh, PERMUTES, ways=WAYS_OF_PERMUTES, leaves=3)
+            for _ in range(choose.integer(1, 5))
+        ]
+        with x64("float64"):
+            carries, value = random_carries(mesh, seed)
+            want = expected_of_chain(calls, mesh, carries)
+            check(compiled_of_ours(chain(calls, mesh), value)(value), want)
+            f = soak_calls.chain(calls, mesh, jax.lax)
+            check(jax.jit(lambda v, f=f: f(v, 0))(value), want)
 
 
 @case()

@@ -37,6 +37,9 @@ OPERATIONS = {
     "psum_scatter": Call("psum_scatter", ("x",), "float16", (3, 2), 1, tiled=False),
     "all_gather": Call("all_gather", ("y",), "complex64", (3,), 1, tiled=False),
     "all_to_all": Call("all_to_all", ("x", "y"), "bool", (8, 2), 0, 1),
+    "pmax": Call("pmax", ("y", "x"), "bfloat16", (9, 3), leaves=2),
+    "pmin": Call("pmin", ("x",), "int32", (9, 3)),
+    "ppermute": Call("ppermute", ("x", "y"), "float16", (9, 3), perm=((0, 3), (3, 1)), leaves=2),
     "all_gather_matmul": Call("all_gather_matmul", ("x",), "float32", (8, 16), 0, 8, leaves=2),
     "matmul_reduce_scatter": Call("matmul_reduce_scatter", ("x", "y"), "bfloat16", (8, 8), 0, 16),
     "matmul_all_reduce": Call("matmul_all_reduce", ("y",), "float16", (8, 8), 0, 24),
@@ -64,7 +67,7 @@ def pairs() -> Iterator[Any]:
         ways = [*calls.WAYS[k:], *calls.WAYS[:k]]
         if operation in calls.MATMULS:
             ways.remove("vmap")
-        if call.dtype not in calls.FLOATS:
+        if call.dtype not in calls.FLOATS or operation in calls.EXTREMES:
             ways = [way for way in ways if way not in ("gradient", "checkpoint")]
         for way in ways:
             quick = way == ways[0]

@@ -204,6 +204,63 @@ def exchange_of_wrong_shapes(lib: Any) -> Any:
     ]
 
 
+# Permutations.
+
+
+@row(
+    "`ppermute` of partial permutations, of pytrees, and of itself; lists, tuples, NumPy integers",
+    ACCELERATED,
+    devices=4,
+)
+def permutations(lib: Any) -> Any:
+    perms = (
+        *([(0, 1)], [(2, 0), (0, 3)], [[3, 2], [1, 1]], [(r, 3 - r) for r in range(4)]),
+        *(cases.shift(4), tuple(cases.shift(4)[::-1]), [(np.int8(1), np.int64(0))], [(True, 0)]),
+    )
+
+    def body(v: Any) -> Any:
+        tree = {"a": v, "b": [v.astype(jnp.bfloat16), v * 2, v[:, 0] > 1]}
+        return [lib.ppermute(tree, "x", perm) for perm in perms], lib.ppermute(
+            lib.ppermute(v, "x", perms[0]), "x", perms[3]
+        )
+
+    return inside(body, small(8, 3), mesh=cases.make_mesh((4,), ("x",)))
+
+
+@row("`ppermute` of no rank, and of each rank to itself", ACCELERATED)
+def permutations_that_send_nothing(lib: Any) -> Any:
+    perms = [], [(0, 0)], [(0, 0), (1, 1)]
+    return inside(lambda v: [lib.ppermute((v, v.T), "x", perm) for perm in perms], small(8, 4))
+
+
+@row("`ppermute` over several axes, in the mesh's order and in another", AS_LAX, devices=4)
+def permutations_over_axes(lib: Any) -> Any:
+    # With jax up to 0.11 the order of the names is not that of the ranks.
+    def over(axes: Any) -> Any:
+        n = 2 if isinstance(axes, str) else 4
+        perms = cases.shift(n), [(1, 0), (n - 2, n - 1)]
+        f = lambda v: [lib.ppermute(v, axes, perm) for perm in perms]  # noqa: E731
+        both = P(("x", "y"))
+        return inside_raised(f, small(16, 3), mesh=square(), in_specs=both, out_specs=both)
+
+    return [over(axes) for axes in ("x", "y", ("x", "y"), ("y", "x"))]
+
+
+@row("`ppermute` of negative ranks, and of permutations that are neither lists nor tuples", AS_LAX)
+def permutations_of_any_kind(lib: Any) -> Any:
+    perms = [(-1, 0)], [(0, -1), (1, 0)], {0: 1}, {(0, 1)}, "ab", np.array([[0, 1], [1, 0]]), None
+    return [inside_raised(lambda v, p=p: lib.ppermute(v, "x", p)) for p in perms]
+
+
+@row("`ppermute` with a rank twice, out of range, or no integer, and no pairs", ERROR)
+def wrong_permutations(lib: Any) -> Any:
+    perms = (
+        *([(0, 1), (0, 0)], [(0, 1), (1, 1)], [(0, 0), (2, 1)], [(0, 2)], [(2, 0)]),
+        *([(0, 1, 1)], [(0,)], [0, 1], [("a", "b")], [(0.5, 1)], [(None, 1)]),
+    )
+    return [inside_raised(lambda v, p=p: lib.ppermute((v, v), "x", p)) for p in perms]
+
+
 # Axis names.
 
 
@@ -252,7 +309,8 @@ def axis_names_of_any_kind(lib: Any) -> Any:
 def several_axes(lib: Any) -> Any:
     def body(v: Any) -> Any:
         of_lists = lib.psum(v, ["y", "x"]), lib.psum(lib.psum(v, "x"), "y")
-        return [each(lib, v, axes) for axes in ("x", "y", ("x", "y"), ("y", "x"))], of_lists
+        reversed = each(lib, v, ("y", "x"), without=["ppermute"])  # lax refuses it
+        return [each(lib, v, axes) for axes in ("x", "y", ("x", "y"))], reversed, of_lists
 
     both = P(("x", "y"))
     return inside(body, small(16, 3), mesh=square(), in_specs=both, out_specs=both)
@@ -435,7 +493,7 @@ def with_groups(lib: Any, groups: Any, check: bool) -> Any:
     def body(v: Any) -> Any:
         of = {"axis_index_groups": groups}
         tree = {"a": v, "b": v.astype(jnp.int32)}
-        return each(lib, tree, **of), lib.psum(v > 1, "x", **of)
+        return each(lib, tree, without=["ppermute"], **of), lib.psum(v > 1, "x", **of)
 
     mesh = cases.make_mesh((size,), ("x",))
     return run(shmap(body, mesh, out_specs=P("x"), check_vma=check), small(4 * size, 3))

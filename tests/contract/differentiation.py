@@ -17,6 +17,8 @@ from contract.rows import (
     ACCELERATED,
     AS_LAX,
     DERIVED,
+    ERROR,
+    EXTREMES,
     REPLICATED,
     each,
     inside,
@@ -42,11 +44,12 @@ def layer(lib: Any) -> Callable[..., Any]:
         gathered = lib.all_gather((v[:1] * w[1:2], w[:1]), "x", tiled=True)
         stacked = lib.all_gather(untiled, "x", axis=1)
         exchanged = lib.all_to_all((v, w), "x", 0, 1, tiled=True)
+        shifted = lib.ppermute((v[:2], w[2:]), "x", [(1, 0)])
         mean = lib.pmean((v[:2] * 2, w[2:] * 4), "x")
         return (
             scattered["a"] * scattered["b"] + gathered[0] * gathered[1] + stacked.sum(1)
             + untiled * mean[0] + mean[1] * v[2:] + exchanged[0][:, :3] * exchanged[1][:, 3:]
-            + sums(lib)(v[:2], w[:2])
+            + sums(lib)(v[:2], w[:2]) + shifted[0] * shifted[1]
         )  # fmt: skip
 
     return f
@@ -159,7 +162,7 @@ def grad_of_some_leaves(lib: Any) -> Any:
     def f(v: Any, w: Any) -> Any:
         tree = v, v * w, lax.stop_gradient(v), (v > 1).astype(jnp.int32)
         total = 0.0
-        for name, result in each(lib, tree).items():
+        for name, result in each(lib, tree, without=EXTREMES).items():
             used, _, stopped, integer = result
             total += (used * stopped + integer).sum() * len(name)
         return total[None]
@@ -191,7 +194,7 @@ def grad_of_integers(lib: Any) -> Any:
 @row("gradients in bfloat16 and in complex64", AS_LAX)
 def grad_of_parts_of_other_types(lib: Any) -> Any:
     def total(v: Any, w: Any) -> Any:
-        results = each(lib, v * w)
+        results = each(lib, v * w, without=EXTREMES)
         return sum(jnp.real(r * r).astype(jnp.float32).sum() for r in results.values())[None]
 
     # With check_vma off XLA:CPU aborts on lax's own program of complex numbers.
@@ -263,6 +266,8 @@ def transposes(lib: Any) -> Any:
             *(lib.all_to_all(v, "x", d, d) for d in (0, 1)),
             lib.pmean(v, "x"),
             lib.psum({"a": v, "b": v * 2}, "x"),
+            lib.ppermute({"a": v, "b": v * 3}, "x", [(0, 1)]),
+            lib.ppermute(v, "x", [(0, 1), (1, 0)]),
         )
 
     def body(v: Any) -> Any:
@@ -287,6 +292,30 @@ def transposes(lib: Any) -> Any:
 
     of_constants = inside(with_constants, *operands(), in_specs=(P("x"), P()))
     return inside(body, small(4, 2)), of_constants, under_both(outside)
+
+
+@row("`pmax` and `pmin` have no derivative", ERROR)
+def derivatives_of_extremes(lib: Any) -> Any:
+    def under(check: bool) -> Any:
+        def refused(f: Any, transform: Any) -> Any:
+            mapped = shmap(transform(lambda v: f({"a": v * v}, "x")["a"].sum()), check_vma=check)
+            return raised(lambda: run(mapped, small(4, 3)))
+
+        transforms = jax.grad, lambda g: lambda v: jax.jvp(g, (v,), (v,))[1]
+        return [refused(f, t) for f in (lib.pmax, lib.pmin) for t in transforms]
+
+    return under_both(under)
+
+
+@row("`pmax` and `pmin` of what is not differentiated", DERIVED)
+def extremes_in_gradients(lib: Any) -> Any:
+    def f(v: Any, w: Any) -> Any:
+        scale = lib.pmax(lax.stop_gradient(v * w), "x") + lib.pmin(jnp.ones((4, 3)), "x")
+        return v * v * scale * w
+
+    return under_both(
+        lambda check: run(jax.grad(loss(over_both(lib, check, f)), argnums=(0, 1)), *arguments())
+    )
 
 
 @row("`custom_vjp` around it, and psum in its backward pass", DERIVED)

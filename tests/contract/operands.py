@@ -16,6 +16,7 @@ from jax.sharding import PartitionSpec as P
 from contract.rows import (
     ACCELERATED,
     AS_LAX,
+    EXTREMES,
     LAX,
     PARTLY,
     TYPES,
@@ -65,7 +66,12 @@ def pytree_of_many_dtypes(lib: Any) -> Any:
 
 @row("a pytree of which only some leaves are accelerated", PARTLY)
 def parts_of_some_leaves(lib: Any) -> Any:
-    return inside(lambda v: each(lib, [v, v.astype(jnp.int16), v.astype(jnp.complex64)]))
+    def body(v: Any) -> Any:
+        short = v, v.astype(jnp.int16)
+        extremes = lib.pmax(short, "x"), lib.pmin(short, "x")  # XLA has none of complex numbers
+        return each(lib, [*short, v.astype(jnp.complex64)], without=EXTREMES), extremes
+
+    return inside(body)
 
 
 @row("a pytree of 40 arrays", ACCELERATED)
@@ -184,6 +190,37 @@ def exchange_of_every_dtype(lib: Any) -> Any:
 
     with cases.x64("float64"):
         return inside(body)
+
+
+@row("`ppermute` of the same dtypes", ACCELERATED)
+def permutes_of_every_dtype(lib: Any) -> Any:
+    def body(v: Any) -> Any:
+        sent = lib.ppermute({d: v.astype(d) for d in operations.EXCHANGED}, "x", [(0, 1)])
+        assert all(r.dtype == d for d, r in sent.items())
+        return {d: r.astype(jnp.float32) if d.startswith("float8") else r for d, r in sent.items()}
+
+    with cases.x64("float64"):
+        return inside(body)
+
+
+@row("`pmax` and `pmin` of all dtypes of sums, with infinities", ACCELERATED)
+def extremes_of_every_dtype(lib: Any) -> Any:
+    def body(v: Any) -> Any:
+        tree = {d: v.astype(d) for d in cases.DTYPES}
+        tree |= {f"inf {d}": jnp.where(v > 2, v, -np.inf).astype(d) for d in cases.FLOATS}
+        return lib.pmax(tree, "x"), lib.pmin(tree, "x")
+
+    with cases.x64("float64"):
+        return inside(body)
+
+
+@row("`pmax` and `pmin` of bool, int16, uint16: by lax", LAX)
+def extremes_of_other_dtypes(lib: Any) -> Any:
+    def body(v: Any) -> Any:
+        tree = {"bool": v > 1, **{d: v.astype(d) for d in ("int16", "uint16")}}
+        return lib.pmax(tree, "x"), lib.pmin(tree, "x")
+
+    return inside(body)
 
 
 @row("bool, int16, uint16, complex: summed by lax", LAX)

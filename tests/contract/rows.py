@@ -10,7 +10,7 @@ have to give the same bits.
 import dataclasses
 import functools
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import cases
@@ -64,7 +64,7 @@ class Row:
         return len(re.findall(rf"\b(?:{self.of_xla})(?:-start)?\(", text))
 
 
-EVERY_COLLECTIVE = "all-reduce|all-gather|reduce-scatter|all-to-all"
+EVERY_COLLECTIVE = "all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute"
 ROWS: dict[str, Row] = {}
 
 
@@ -274,26 +274,38 @@ def types_inside(function: Callable[[Any], Any], value: Any = None) -> dict[str,
     return under_both(under)
 
 
-# The operations together. All but psum are tiled.
+# The operations together. Those that can be tiled are.
 
-NAMES = ("psum", "psum_scatter", "all_gather", "all_to_all", "pmean")
+NAMES = ("psum", "psum_scatter", "all_gather", "all_to_all", "pmean", "pmax", "pmin")
+# Those that have no derivative.
+EXTREMES = ("pmax", "pmin")
 
 
 def operations(lib: Any) -> dict[str, Any]:
     """The operations as functions of an operand and axes."""
+
+    def to_the_next(v: Any, axes: Any, **options: Any) -> Any:
+        return lib.ppermute(v, axes, cases.shift(lib.psum(1, axes)), **options)
+
     return {
         "psum": lib.psum,
         "psum_scatter": functools.partial(lib.psum_scatter, tiled=True),
         "all_gather": functools.partial(lib.all_gather, tiled=True),
         "all_to_all": functools.partial(lib.all_to_all, split_axis=0, concat_axis=0, tiled=True),
         "pmean": lib.pmean,
+        "pmax": lib.pmax,
+        "pmin": lib.pmin,
+        "ppermute": to_the_next,
     }
 
 
-def each(lib: Any, v: Any, axes: Any = "x", **options: Any) -> dict[str, Any]:
+def each(
+    lib: Any, v: Any, axes: Any = "x", without: Sequence[str] = (), **options: Any
+) -> dict[str, Any]:
     """The results of the operations."""
-    TOGETHER.update(cases.OPERATIONS)
-    return {name: f(v, axes, **options) for name, f in operations(lib).items()}
+    TOGETHER.update(name for name in cases.OPERATIONS if name not in without)
+    chosen = ((name, f) for name, f in operations(lib).items() if name not in without)
+    return {name: f(v, axes, **options) for name, f in chosen}
 
 
 def each_raised(lib: Any, function: Callable[[Any], Any]) -> dict[str, Any]:

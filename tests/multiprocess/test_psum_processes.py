@@ -20,6 +20,7 @@ QUICK = {
     "epochs_wrap": ("3",),
     "exact_matmuls": ("129-bfloat16",),
     "random_program": ("4",),
+    "random_permutes": ("0",),
     "random_programs_in_turn": (),
     "graphs_of_segments_in_turn": (),
     "independent_calls_of_unequal_cost": (),
@@ -38,13 +39,14 @@ QUICK_OF_FOUR = QUICK | {
     "epochs_wrap": (),
     "chain_with_delays": ("psum",),
     "permuted_devices": ("0",),
+    "random_permutes": ("10",),
     "sums_on_two_nodes": ("shared_memory",),
 }
 
 
 # Rows of the contract, of 2 devices and of 4, and cases of norms.
 QUICK_ROWS = {
-    2: ("cond",),
+    2: ("cond", "permutations-that-send-nothing"),
     4: ("device-order-changed", "several-axes"),
 }
 # What processes add to the cases of one process: data that arrive while a phase waits.

@@ -11,7 +11,7 @@ integers, which have one right sum in any order. The number of unlike elements i
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import partial, reduce
 from typing import Any
 
 import jax
@@ -27,7 +27,8 @@ from jax_intranode._src.native import definitions
 
 FLOATS = ("float32", "bfloat16", "float16", "float64")
 SUMS = ("psum", "psum_scatter")
-OPERATIONS = (*SUMS, "all_gather", "all_to_all")
+EXTREMES = ("pmax", "pmin")  # they have no derivative
+OPERATIONS = (*SUMS, "all_gather", "all_to_all", *EXTREMES, "ppermute")
 MATMULS = ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce")
 # Those whose operand has a part for each rank.
 DIVIDED = ("psum_scatter", "all_to_all")
@@ -70,8 +71,10 @@ class Call:
         concat: where an all-to-all puts the parts; the columns of a matmul's matrix.
         tiled: as for the functions, if they have it.
         way: one of WAYS.
-        leaves: a psum takes a tree of so many arrays, an all-gather matmul so many matrices.
+        leaves: an operation that takes a tree takes so many arrays, an all-gather matmul so many
+            matrices.
         small: whether the operands are small integers, so that no sum rounds.
+        perm: of a permutation, the pairs of source and destination.
     """
 
     operation: str
@@ -84,19 +87,22 @@ class Call:
     way: str = "plain"
     leaves: int = 1
     small: bool = False
+    perm: tuple[tuple[int, int], ...] = ()
 
     def __str__(self) -> str:
         kind = f"{self.dtype}{list(self.shape)}"
         more = f"{self.dimension}, {self.concat}, tiled={self.tiled}, leaves={self.leaves}"
+        more += f", perm={self.perm}" if self.operation == "ppermute" else ""
         return f"{self.way} {self.operation}({kind}, {self.axes}, {more})"
 
     def apply(self, lib: Any, x: Any) -> Any:
         """The result of this rank, by the functions of a library: ours or `jax.lax`."""
-        if self.operation == "psum":
-            at = [x.size * k // self.leaves for k in range(1, self.leaves)]
-            parts = lib.psum(jnp.split(x.reshape(-1), at), self.axes)
-            return jnp.concatenate(parts).reshape(x.shape)
         f, tiled = getattr(lib, self.operation), self.tiled
+        if operations.RECORDS[self.operation].takes_many:
+            at = [x.size * k // self.leaves for k in range(1, self.leaves)]
+            perm = [[*self.perm]] if self.operation == "ppermute" else []
+            parts = f(jnp.split(x.reshape(-1), at), self.axes, *perm)
+            return jnp.concatenate(parts).reshape(x.shape)
         if self.operation == "psum_scatter":
             return f(x, self.axes, scatter_dimension=self.dimension, tiled=tiled)
         if self.operation == "all_gather":
@@ -114,6 +120,12 @@ class Call:
             if self.tiled:
                 return np.concatenate(parts, self.concat)
             return np.stack([part.squeeze(dimension) for part in parts], self.concat)
+        if self.operation in EXTREMES:
+            of = np.maximum if self.operation == "pmax" else np.minimum
+            return np.asarray(reduce(of, operands))
+        if self.operation == "ppermute":
+            found = [operands[source] for source, to in self.perm if to == rank]
+            return found[0] if found else np.zeros_like(operands[0])
         with np.errstate(all="ignore"):
             total = operations.total(operands)
         if self.operation == "psum":
@@ -125,6 +137,8 @@ class Call:
         """The call that makes the operand's cotangent of a cotangent of this shape."""
         if self.operation == "all_to_all":
             return replace(self, shape=shape, dimension=self.concat, concat=self.dimension)
+        if self.operation == "ppermute":
+            return replace(self, perm=tuple((to, source) for source, to in self.perm))
         return replace(self, shape=shape, operation=_TRANSPOSES[self.operation])
 
     def unlike(self, lib: Any, operand: Callable[..., Any]) -> Any:
@@ -201,7 +215,14 @@ def random_call(
         dtype, way = choose.one_of(FLOATS[:3]), choose.one_of([w for w in ways if w != "vmap"])
         size, matrices = (ranks * rows, inner), choose.integer(1, min(leaves, 2))
         return Call(operation, axes, dtype, size, 0, columns, True, way, matrices, small=True)
-    copies = operation.startswith("all_")
+    perm: tuple[tuple[int, int], ...] = ()
+    if operation == "ppermute":
+        axes = tuple(sorted(axes, key=mesh.axis_names.index))  # lax takes no other order
+        free = [*range(ranks)]
+        for source in range(ranks):
+            if choose.integer(0, 2):
+                perm += ((source, free.pop(choose.integer(0, len(free) - 1))),)
+    copies = operations.RECORDS[operation].reduction is None
     divided = operation in DIVIDED
     tiled = choose.one_of((True, False))
     shape = [choose.integer(1, 9) for _ in range(choose.integer(0, 2))]
@@ -218,12 +239,13 @@ def random_call(
         tiled = tiled and bool(shape)
         dimension = choose.integer(0, len(shape) - (1 if tiled else 0))
     dtype = choose.one_of(operations.COPIED if copies else definitions.DTYPES)
-    has_gradient = dtype in FLOATS
+    has_gradient = dtype in FLOATS and operation not in EXTREMES
     way = choose.one_of([w for w in ways if has_gradient or w not in ("gradient", "checkpoint")])
     if operation == "all_to_all" and not tiled and way in ("gradient", "checkpoint"):
         concat = dimension  # the gradient by jax.lax raises otherwise (0.10.2 to 0.12)
-    leaves = choose.integer(1, leaves) if operation == "psum" else 1
-    return Call(operation, axes, dtype, tuple(shape), dimension, concat, tiled, way, leaves)
+    leaves = choose.integer(1, leaves) if operations.RECORDS[operation].takes_many else 1
+    size = tuple(shape)
+    return Call(operation, axes, dtype, size, dimension, concat, tiled, way, leaves, perm=perm)
 
 
 def groups(mesh: Mesh, axes: Sequence[str]) -> Iterator[list[int]]:

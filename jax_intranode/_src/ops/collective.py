@@ -167,6 +167,16 @@ class AllToAllParams(Params):
         return cls(of.axes, of.dimension, of.concat, world_size)
 
 
+# Pairs of source and destination.
+Perm = tuple[tuple[int, int], ...]
+
+
+def pairs_of(perm: Sequence[Any]) -> Perm:
+    """The pairs of a permutation, by destination; raises TypeError or ValueError for others."""
+    pairs = ((operator.index(s), operator.index(d)) for s, d in perm)
+    return tuple(sorted(pairs, key=operator.itemgetter(1)))
+
+
 @dataclass(frozen=True)
 class PpermuteParams(Params):
     """Parameters of `ppermute_p`, which permutes arrays of one dtype.
@@ -176,7 +186,7 @@ class PpermuteParams(Params):
         world_size: number of ranks.
     """
 
-    perms: tuple[tuple[tuple[int, int], ...], ...]
+    perms: tuple[Perm, ...]
     world_size: int
 
     @property
@@ -191,7 +201,7 @@ class PpermuteParams(Params):
 
     @classmethod
     def of_lax(cls, of: LaxCollective, world_size: int) -> Params:
-        return cls(of.axes, (of.perm,), world_size)
+        return cls(of.axes, (pairs_of(of.perm),), world_size)
 
 
 psum_p = OpPrimitive("psum", PsumParams)

@@ -17,9 +17,6 @@ from jax_intranode._src.ops.lowering_site import LoweringSite
 from jax_intranode._src.ops.primitive import Decision
 from jax_intranode._src.selection import select
 
-# Pairs of source and destination.
-Perm = tuple[tuple[int, int], ...]
-
 
 def ppermute(x: PyTree, axis_name: AxisNames, perm: Sequence[tuple[int, int]]) -> PyTree:
     """Sends arrays from rank to rank; takes the place of ``jax.lax.ppermute``.
@@ -61,10 +58,12 @@ def ppermute(x: PyTree, axis_name: AxisNames, perm: Sequence[tuple[int, int]]) -
     axes = axis_name if isinstance(axis_name, tuple) else (axis_name,)
     reason = fallback.reason_of_axes(axes)
     size = 1 if reason is not None else lax.psum(1, axes)
-    found = _checked(perm, size) if reason is None else reason
-    if isinstance(found, str):
-        with fallback.to_lax("ppermute", found):
+    mesh_axes = jax.sharding.get_abstract_mesh().axis_names
+    reason = reason or reason_of_perm(perm, size, axes, mesh_axes)
+    if reason is not None:
+        with fallback.to_lax("ppermute", reason):
             return lax.ppermute(x, axis_name, perm)
+    pairs = collective.pairs_of(perm)
     leaves, tree = jax.tree.flatten(x)
     by_dtype: dict[str, list[int]] = {}
     for i, leaf in enumerate(leaves):
@@ -75,17 +74,23 @@ def ppermute(x: PyTree, axis_name: AxisNames, perm: Sequence[tuple[int, int]]) -
             with fallback.to_lax("ppermute", reason):
                 leaves[i] = lax.ppermute(leaf, axis_name, perm)
     for chosen in by_dtype.values():
-        params = PpermuteParams(axes, (found,) * len(chosen), size)
+        params = PpermuteParams(axes, (pairs,) * len(chosen), size)
         results = collective.bind(ppermute_p, [leaves[i] for i in chosen], params)
         for i, result in zip(chosen, results, strict=True):
             leaves[i] = result
     return jax.tree.unflatten(tree, leaves)
 
 
-def _checked(perm: Any, size: int) -> Perm | str:
-    """The pairs, or why they are no partial permutation of so many ranks. lax raises the error."""
+def reason_of_perm(
+    perm: Any, size: int, axes: Sequence[Hashable], mesh_axes: Sequence[Hashable]
+) -> str | None:
+    """Why lax runs a permutation, or raises its error; None for partial ones of so many ranks."""
+    if sorted(axes, key=mesh_axes.index) != list(axes):  # versions of lax differ in the ranks
+        return "axes that the mesh has in another order"
+    if not isinstance(perm, (list, tuple)):
+        return "perm is no list or tuple"
     try:
-        pairs = tuple(sorted(((int(s), int(d)) for s, d in perm), key=lambda pair: pair[1]))
+        pairs = collective.pairs_of(perm)
     except (TypeError, ValueError):
         return f"perm is {perm!r}; it must be pairs of source and destination"
     for what, ranks in (("source", [s for s, _ in pairs]), ("destination", [d for _, d in pairs])):
@@ -94,7 +99,7 @@ def _checked(perm: Any, size: int) -> Perm | str:
                 return f"perm has the {what} {rank}; there are {size} ranks"
             if ranks.count(rank) > 1:
                 return f"perm has the {what} {rank} more than once"
-    return pairs
+    return None
 
 
 # Rules.
@@ -154,8 +159,8 @@ def _sources(params: PpermuteParams) -> np.ndarray:
     return sources.reshape(-1)
 
 
-def _inverse(perm: Perm) -> Perm:
-    return tuple(sorted(((d, s) for s, d in perm), key=lambda pair: pair[1]))
+def _inverse(perm: collective.Perm) -> collective.Perm:
+    return collective.pairs_of([(d, s) for s, d in perm])
 
 
 def _transpose(cotangents: Sequence[Any], *xs: Any, params: PpermuteParams) -> list[Any]:

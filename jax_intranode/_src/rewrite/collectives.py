@@ -9,6 +9,7 @@ from jax.extend.core import Var
 
 from jax_intranode._src.jax_private import equation_kinds, jaxpr_edit, lax_collectives
 from jax_intranode._src.operations import RECORDS
+from jax_intranode._src.ops import ppermute
 from jax_intranode._src.ops.collective import Params
 from jax_intranode._src.ops.primitive import BY_OPERATION, OpPrimitive
 from jax_intranode._src.rewrite.body import Body
@@ -80,6 +81,10 @@ def _left_as_it_is(
         return "under compute_on or set_xla_metadata", True
     if not body.site.manual.issuperset(axes):
         return "an axis that shard_map has not bound", True
+    if collective.operation == "ppermute" and (mesh := body.site.mesh) is not None:
+        size = _world_size(axes, body)
+        reason = ppermute.reason_of_perm(collective.perm, size, axes, mesh.axis_names)
+        return None if reason is None else (reason, False)
     return None
 
 

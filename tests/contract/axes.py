@@ -309,8 +309,8 @@ def axis_names_of_any_kind(lib: Any) -> Any:
 def several_axes(lib: Any) -> Any:
     def body(v: Any) -> Any:
         of_lists = lib.psum(v, ["y", "x"]), lib.psum(lib.psum(v, "x"), "y")
-        reversed = each(lib, v, ("y", "x"), without=["ppermute"])  # lax refuses it
-        return [each(lib, v, axes) for axes in ("x", "y", ("x", "y"))], reversed, of_lists
+        reordered = each(lib, v, ("y", "x"), without=["ppermute"])  # lax refuses it
+        return [each(lib, v, axes) for axes in ("x", "y", ("x", "y"))], reordered, of_lists
 
     both = P(("x", "y"))
     return inside(body, small(16, 3), mesh=square(), in_specs=both, out_specs=both)

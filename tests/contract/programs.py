@@ -77,7 +77,8 @@ def make_jaxpr_inside(lib: Any) -> Any:
     def effects(v: Any) -> list[str]:
         trees = v, {"a": v, "b": v > 1}, {"a": v, "b": v * 2}
         pairs = [(f, t) for f in (lib.psum, lib.pmean) for t in trees]
-        pairs += [(f, trees[2]) for f in operations(lib).values()]
+        # ppermute of lax has no effect.
+        pairs += [(f, trees[2]) for name, f in operations(lib).items() if name != "ppermute"]
         return [str(jax.make_jaxpr(lambda t, f=f: f(t, "x"))(tree).effects) for f, tree in pairs]
 
     return types_inside(effects, small(8, 3))

@@ -106,7 +106,7 @@ def reason_of_perm(
 
 
 def _abstract_eval(*xs: Any, params: PpermuteParams) -> list[Any]:
-    return [x.update(weak_type=False) for x in xs]
+    return list(xs)
 
 
 def _decide(site: LoweringSite, avals: Sequence[Any], params: PpermuteParams) -> Decision:

@@ -1,0 +1,188 @@
+"""Permutes, maxima and minima in unedited programs: what is merged, and what stays lax's."""
+
+import contextlib
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from cases import line, make_mesh, sharded, shift
+from devices import need_devices
+from jax import lax
+from jax.sharding import PartitionSpec as P
+from test_rewriting import N, names, normal, rewritten
+
+import jax_intranode
+from jax_intranode._src.operations import RECORDS
+from jax_intranode._src.rewrite import sums
+from jax_intranode._src.rewrite.body import Body
+from jax_intranode._src.selection import table
+
+FORTH = shift(N)
+BACK = [(d, s) for s, d in FORTH]
+X = normal(N, 8)
+
+
+@pytest.fixture(autouse=True)
+def measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Maxima and minima have rows of their own; those of psum would not replace them."""
+    for key, rows in list(table.TABLE.items()):
+        if key[2] == "psum":
+            for name in ("pmax", "pmin"):
+                own = [(RECORDS[name].by_protocol(row.algorithm), row) for row in rows]
+                found = tuple(dataclasses.replace(row, algorithm=a) for a, row in own if a)
+                monkeypatch.setitem(table.TABLE, (*key[:2], name, *key[3:]), found)
+
+
+def mapped(body: Callable[..., Any]) -> Callable[..., Any]:
+    need_devices(2)
+    return sharded(body, line(), P("x"), P("x"))
+
+
+def of(name: str, body: Callable[..., Any], *args: Any) -> list[int]:
+    """How many arrays each operation of a rewritten body takes; the bits are those of lax."""
+    f = mapped(body)
+    _, after, _ = rewritten(f, *args)
+    wanted = jax.jit(f)(*args)
+    with jax_intranode.accelerate():
+        found = jax.jit(f)(*args)
+    for w, v in zip(jax.tree.leaves(wanted), jax.tree.leaves(found), strict=True):
+        np.testing.assert_array_equal(w, v, strict=True)
+    return [len(e.invars) for e in after.eqns if e.primitive.name == f"intranode_{name}"]
+
+
+def test_halos_of_two_neighbours_become_one_operation() -> None:
+    def body(v: Any) -> Any:
+        before = lax.ppermute(v[:, -1:], "x", FORTH)
+        after = lax.ppermute(v[:, :2], "x", BACK[:-1])  # of other sizes, and partial
+        return jnp.concatenate([before, v, after], 1) * 2
+
+    assert of("ppermute", body, X) == [2]
+
+
+def test_halos_of_six_neighbours_become_an_operation_for_each_axis() -> None:
+    need_devices(8)
+    mesh = make_mesh((2, 2, 2), ("x", "y", "z"))
+
+    def body(v: Any) -> Any:
+        halos = []
+        for axis in ("x", "y", "z"):
+            halos += [lax.ppermute(v, axis, [(0, 1)]), lax.ppermute(v * 2, axis, [(1, 0)])]
+        return sum(halos)
+
+    f = sharded(body, mesh, P(("x", "y", "z")), P(("x", "y", "z")))
+    x = normal(8, 4)
+    _, after, _ = rewritten(f, x)
+    assert names(after) == ["intranode_ppermute"] * 3
+    wanted = jax.jit(f)(x)
+    with jax_intranode.accelerate():
+        np.testing.assert_array_equal(jax.jit(f)(x), wanted)
+
+
+def test_permutes_of_other_dtypes_and_chains_are_not_merged() -> None:
+    def body(v: Any) -> Any:
+        w = lax.ppermute(v.astype(jnp.int16), "x", FORTH)
+        a, b = v, v * 2
+        for _ in range(2):
+            a, b = lax.ppermute(a, "x", FORTH) + v, lax.ppermute(b, "x", BACK) * v
+        return a, b, w
+
+    assert sorted(of("ppermute", body, X)) == [1, 2, 2]
+
+
+def test_more_permutes_than_an_operation_takes() -> None:
+    def body(v: Any) -> Any:
+        return [lax.ppermute(v * k, "x", FORTH if k % 2 else BACK) for k in range(20)]
+
+    assert of("ppermute", body, X) == [16, 4]
+
+
+def test_maxima_minima_and_sums_are_merged_by_kind() -> None:
+    def body(v: Any) -> Any:
+        tree = [v * k for k in range(3)]
+        top = lax.pmax(tree, "x"), lax.pmax(v - 1, "x")
+        return top, lax.pmin(tree, "x"), lax.psum(jnp.round(v), "x")
+
+    assert of("pmax", body, X) == [4]
+    assert of("pmin", body, X) == [3]
+    assert of("psum", body, X) == [1]
+
+
+def test_softmax_over_a_sharded_vocabulary() -> None:
+    def body(v: Any) -> Any:
+        top = lax.pmax(lax.stop_gradient(v.max(-1)), "x")
+        return top, lax.pmin(jnp.where(v[:, 0] == top, lax.axis_index("x"), N), "x")
+
+    assert of("pmax", body, X) == [1]
+    assert of("pmin", body, X) == [1]
+
+
+@pytest.mark.parametrize("reduce", [lax.pmax, lax.pmin])
+def test_an_extreme_of_a_product_is_no_sum(reduce: Any) -> None:
+    def body(a: Any) -> Any:
+        b = jnp.ones((8, 8), a.dtype)
+        return reduce(a @ b, "x"), lax.psum(a @ (b + 1), "x")
+
+    with mock.patch.object(Body, "is_overlapped", lambda *_, **__: True):
+        _, after, _ = rewritten(mapped(body), X)
+    assert sorted(names(after)) == sorted(
+        ["intranode_matmul_all_reduce", f"intranode_{reduce.__name__}"]
+    )
+
+
+def test_a_permute_that_xla_can_overlap_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    def ring(v: Any) -> Any:
+        return lax.ppermute(v, "x", FORTH), v @ v.T
+
+    def dependent(v: Any) -> Any:
+        return lax.ppermute(v, "x", FORTH) @ v.T
+
+    large = jax.ShapeDtypeStruct((N * 513, 512), jnp.float32)  # more than 1 MiB on each device
+    small = jax.ShapeDtypeStruct((N * 8, 8), jnp.float32)
+    monkeypatch.setattr(sums, "_on_gpus", lambda body: True)
+    with mock.patch("jax_intranode._src.rewrite.collectives._left_by_selection", return_value=None):
+        for body, operand, left in (
+            (ring, large, True),
+            (ring, small, False),
+            (dependent, large, False),
+        ):
+            _, after, found = rewritten(mapped(body), operand)
+            assert names(after) == (["ppermute"] if left else ["intranode_ppermute"])
+            reasons = [d.reason for d in found.decisions]
+            assert reasons == (["XLA can overlap it with the matmuls after it"] if left else [None])
+
+
+@pytest.mark.parametrize("perm", [[(-1, 0)], [(0, -1), (1, 0)], [(True, False)]])
+def test_ranks_that_lax_counts_from_the_end(perm: Any) -> None:
+    assert of("ppermute", lambda v: lax.ppermute(v, "x", perm), X) == (
+        [] if min(map(min, perm)) < 0 else [1]
+    )
+
+
+@pytest.mark.parametrize("perm", [[(0, 1), (0, 0)], [(N, 0)], [(0, N)], [(0.5, 1)]])
+def test_errors_of_lax(perm: Any) -> None:
+    f = mapped(lambda v: lax.ppermute(v, "x", perm))
+    with pytest.raises((ValueError, IndexError, TypeError)) as theirs:
+        jax.jit(f)(X)
+    with jax_intranode.accelerate(), pytest.raises(theirs.type) as ours:
+        jax.jit(f)(X)
+    assert str(ours.value) == str(theirs.value)
+
+
+def test_axes_in_another_order_than_the_mesh_s() -> None:
+    """With jax up to 0.11 lax counts the ranks in the order of the mesh; then it refuses them."""
+    need_devices(4)
+    mesh = make_mesh((2, 2), ("x", "y"))
+    f = sharded(lambda v: lax.ppermute(v, ("y", "x"), [(1, 2)]), mesh, P(("x", "y")), P(("x", "y")))
+    results = []
+    for context in (jax_intranode.accelerate(), contextlib.nullcontext()):
+        with context:
+            try:
+                results.append(np.asarray(jax.jit(f)(normal(4, 3))).tolist())
+            except RuntimeError as error:
+                results.append(str(error))
+    assert results[0] == results[1]

@@ -208,7 +208,7 @@ def exchange_of_wrong_shapes(lib: Any) -> Any:
 
 
 @row(
-    "`ppermute` of partial permutations, of pytrees, and of itself; lists, tuples, NumPy integers",
+    "`ppermute` of pytrees, by partial permutations, twice; lists, tuples and NumPy integers",
     ACCELERATED,
     devices=4,
 )

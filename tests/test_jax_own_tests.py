@@ -21,6 +21,8 @@ x = jnp.ones((jax.device_count(), 4))
 
 def test_result():
     assert f(x)[0, 0] == jax.device_count()
+    g = jax.pmap(lambda v: jax.lax.ppermute(v, "i", [(0, 1)]), "i")
+    assert g(x)[:, 0].tolist() == [0, 1] + [0] * (jax.device_count() - 2)
 
 
 @pytest.mark.parametrize("name", ["stablehlo.all_reduce", "jax_intranode_psum"])
@@ -52,6 +54,7 @@ def test_it_runs_a_tree_in_both_ways(tmp_path: Path) -> None:
         "  tests/some_test.py::test_text[jax_intranode_psum]: failed without",
         "Without install(): 1 failed, 2 passed",
         "With install(): 1 failed, 2 passed",
-        "1 test ran our kernels, 8 operations in all",
+        "1 test ran our kernels, 16 operations in all",
+        "Tests that lowered ppermute: 1, psum: 1",
         "1 test differs, and 0 for a known reason",
     ]

@@ -86,9 +86,11 @@ def steps(out: Path, devices: int, cpu: bool) -> list[tuple[str, str, int, str, 
     for name in ("psum", "psum_scatter", "all_gather"):
         bench("tune", f"{name}_large", 45, f"{name} {large}")
         bench("tune", f"{name}_tuned", 45, f"{name} {large}", tuned)
-    for name in ("psum", "psum_scatter", "all_gather", "all_to_all"):
+    parts = ("psum_scatter", "all_gather", "all_to_all")
+    for name in ("psum", *parts, "ppermute", "pmax", "pmin"):
         bench("collectives", name, 75, f"{name} {sizes}")
         bench("collectives", f"{name}_one_process", 75, f"{name} {sizes}")
+    bench("collectives", "halo", 80, "halo")
     for name in ("decode", "tensor_parallel", "sequence_parallel", "fsdp", "data_parallel"):
         bench("auto", f"auto_{name}", 150, f"auto_{name}")
     for rows in (1, 16, 64, 1024):

@@ -9,7 +9,8 @@ PATH is a source tree of JAX, best of the version that is installed:
 Tests run against the installed jax, not against the sources in PATH. They use all GPUs, or else 8
 CPU devices. TEST_FILE is a file of PATH/tests. Logs and outcomes are left in the folder.
 
-Prints the tests whose outcome differs; the last line counts them. Exits with 1 if a test passes
+Prints how many tests ran each of our operations, and the tests whose outcome differs; the last line
+counts them. Exits with 1 if a test passes
 without install() and does not pass with it, unless jax_own_tests_differ.txt lists it with a reason.
 Exits with 2 if no test ran the kernels of this package.
 
@@ -28,13 +29,14 @@ import sys
 import tempfile
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 TOOLS = Path(__file__).resolve().parent
+# The first two have the tests of ppermute, pmax and pmin, too.
 FILES = ("shard_map_test.py", "pmap_test.py", "ragged_collective_test.py", "overlap_test.py")
 
 
@@ -45,10 +47,12 @@ class Outcome:
     Attributes:
         outcome: "passed", "failed" or "skipped".
         operations: how many operations of this package the devices ran, summed over devices.
+        lowered: the names of those in the programs that it lowered.
     """
 
     outcome: str = "passed"
     operations: int = 0
+    lowered: list[str] = field(default_factory=list)
 
 
 # The plugin.
@@ -81,11 +85,22 @@ def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
         return (yield)
     import jax_intranode
 
-    before = jax_intranode.usage_counter()
+    before, lowered = jax_intranode.usage_counter(), _lowered()
     try:
         return (yield)
     finally:
         item.user_properties.append(("operations", jax_intranode.usage_counter() - before))
+        item.user_properties.append(("lowered", sorted(_lowered() - lowered)))
+
+
+def _lowered() -> Counter[str]:
+    """How many of each of our operations this process has lowered."""
+    import jax_intranode
+
+    found: Counter[str] = Counter()
+    for row in jax_intranode.stats().lowered:
+        found[row.operation] += row.count
+    return found
 
 
 class _Outcomes:
@@ -101,7 +116,9 @@ class _Outcomes:
         if report.outcome != "passed" and found.outcome != "failed":
             found.outcome = report.outcome
         if report.when == "call":
-            found.operations = sum(n for name, n in report.user_properties if name == "operations")
+            properties = dict(report.user_properties)
+            found.operations = properties.get("operations", 0)
+            found.lowered = properties.get("lowered", [])
 
     def pytest_sessionfinish(self) -> None:
         by_name = {name: asdict(outcome) for name, outcome in self._outcomes.items()}
@@ -157,6 +174,9 @@ def compare(
         print(f"{title} install(): " + ", ".join(f"{n} {k}" for k, n in sorted(counts.items())))
     operations = [outcome.operations for outcome in with_ours.values() if outcome.operations]
     print(f"{_tests(operations)} ran our kernels, {sum(operations)} operations in all")
+    ran = [outcome.lowered for outcome in with_ours.values() if outcome.operations]
+    by_name = Counter(name for names in ran for name in names)
+    print("Tests that lowered " + ", ".join(f"{k}: {n}" for k, n in sorted(by_name.items())))
     verb = "differs" if len(worse) == 1 else "differ"
     print(f"{_tests(worse)} {verb}, and {len(listed)} for a known reason")
     if not operations:

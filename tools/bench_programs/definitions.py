@@ -623,6 +623,45 @@ def _auto_decode(lib: Any, mesh: Mesh) -> Program:
     return ReturningWeights(jax.jit(step)), (x, *layers)
 
 
+# Halo exchange: the step of examples/halo_exchange.py.
+
+_HALO_STEPS = 10
+
+
+def _halo(lib: Any, mesh: Mesh) -> Program:
+    """Diffusion on a grid that is periodic in its rows. Four permutes a step send edges of blocks.
+
+    Argument: the grid. The mesh's devices become two rows, if there are more than two.
+    """
+    block = _sizes(mesh, {"gpu": 2048, "cpu": 32})
+    rows = 2 if mesh.size > 2 else 1
+    columns = mesh.size // rows
+    grid = Mesh(
+        mesh.devices.reshape(rows, columns), ("rows", "columns"), axis_types=(AxisType.Auto,) * 2
+    )
+    down = [(r, (r + 1) % rows) for r in range(rows)]
+    right = [(r, r + 1) for r in range(columns - 1)]
+    up, left = ([(to, of) for of, to in perm] for perm in (down, right))
+
+    def step(_: Any, u: Any) -> Any:
+        above = lib.ppermute(u[-1:], "rows", down)
+        below = lib.ppermute(u[:1], "rows", up)
+        before = lib.ppermute(u[:, -1:], "columns", right)
+        after = lib.ppermute(u[:, :1], "columns", left)
+        padded = jnp.concatenate([above, u, below], 0)
+        wide = jnp.concatenate([before, u, after], 1)
+        around = padded[:-2] + padded[2:] + wide[:, :-2] + wide[:, 2:]
+        return u + 0.2 * (around - 4 * u)
+
+    def steps(u: Any) -> tuple[Any]:
+        return (lax.fori_loop(0, _HALO_STEPS, step, u),)
+
+    spec = P("rows", "columns")
+    u = _random(grid, spec, (block * rows, block * columns), 0, dtype=jnp.float32)
+    f = jax.shard_map(steps, mesh=grid, in_specs=spec, out_specs=(spec,))
+    return _returning_shardings(f, (u,))
+
+
 PROGRAMS: dict[str, Callable[[Any, Mesh], Program]] = {
     "decode_scanned": partial(_decode, loop=_scanned),
     "decode_unrolled": partial(_decode, loop=_unrolled),
@@ -635,6 +674,7 @@ PROGRAMS: dict[str, Callable[[Any, Mesh], Program]] = {
     "train_step_sequence_parallel": partial(_train_step, kind="sequence"),
     "transformer": partial(_train_step, kind="overlapped", of_platform=_LARGE_TRAIN),
     "mlp_block": _mlp_block,
+    "halo": _halo,
     **{f"norms_{rows}": partial(_norms, rows=rows) for rows in _NORMS},
     "auto_decode": _auto_decode,
     **{

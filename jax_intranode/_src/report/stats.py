@@ -16,8 +16,8 @@ class Lowered:
     """Operations of this package in the programs that were lowered.
 
     Attributes:
-        operation: "psum", "psum_scatter", "all_gather", "all_to_all", "all_gather_matmul" or
-            "matmul_reduce_scatter". An operation of a gradient has the name of what it is.
+        operation: a function of this package. An operation of a gradient has the name of what it
+            is.
         algorithm: what runs it, as in `Call.algorithm`; for an overlapped matmul "fused kernel" or
             "cuBLASLt pipeline".
         count: how many of them were lowered. JAX lowers equal operations of a program once, and

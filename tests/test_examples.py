@@ -49,6 +49,15 @@ def test_training_without_and_with_auto() -> None:
         assert len(re.findall(r"^psum .* XLA's partitioner ", output, re.MULTILINE)) == 4, output
 
 
+def test_halo_exchange() -> None:
+    need_devices(2)
+    output = run_example("halo_exchange.py", "40")
+    speeds = re.findall(r"^(jax.*): (\d+) steps/s$", output, re.MULTILINE)
+    names = ["jax.lax", "jax_intranode", "jax.lax under accelerate()"]
+    assert [name for name, _ in speeds] == names, output
+    assert output.endswith("equal to the bit: True\n"), output
+
+
 @pytest.mark.full
 def test_decode() -> None:
     need_devices(2)

@@ -235,6 +235,7 @@ def test_error_lists_all_missed_collectives() -> None:
     assert str(raised.value).splitlines() == [
         "Collectives of jax.lax were not replaced:",
         f"  all_gather at {__file__}:{first + 1} (body): {reason}",
+        f"  pmax at {__file__}:{first + 2} (body): {reason}",
         f"  psum at {__file__}:{first + 2} (body): {reason}",
         "JAX_INTRANODE_STRICT=1 makes this an error. Fix the causes, compile this program "
         "without install() and accelerate(), or unset the variable.",
@@ -281,7 +282,9 @@ NOT_MISSED: dict[str, Callable[[Any], Any]] = {
     "dtype": lambda v: lax.psum(v.astype(jnp.complex64), "x"),
     "groups": lambda v: lax.psum(v, "x", axis_index_groups=WHOLE),
     "empty": lambda v: lax.psum(v[:, :0], "x"),
-    "other_kinds": lambda v: lax.pmax(v, "x") + lax.ppermute(v, "x", [(0, 1)]),
+    "other_kinds": lambda v: lax.pbroadcast(v, "x", 0),
+    "negative_ranks": lambda v: lax.ppermute(v, "x", [(0, -1)]),
+    "not_measured": lambda v: lax.pmax(v, "x") + lax.ppermute(v, "x", [(0, 1)]),
     "axis_of_vmap": lambda v: jax.vmap(lambda u: lax.psum(u, "i"), axis_name="i")(v),
 }
 

@@ -282,7 +282,6 @@ NOT_MISSED: dict[str, Callable[[Any], Any]] = {
     "dtype": lambda v: lax.psum(v.astype(jnp.complex64), "x"),
     "groups": lambda v: lax.psum(v, "x", axis_index_groups=WHOLE),
     "empty": lambda v: lax.psum(v[:, :0], "x"),
-    "other_kinds": lambda v: lax.pbroadcast(v, "x", 0),
     "negative_ranks": lambda v: lax.ppermute(v, "x", [(0, -1)]),
     "not_measured": lambda v: lax.pmax(v, "x") + lax.ppermute(v, "x", [(0, 1)]),
     "axis_of_vmap": lambda v: jax.vmap(lambda u: lax.psum(u, "i"), axis_name="i")(v),

@@ -17,6 +17,7 @@ from jax_intranode._src.group import communicator, slabs
 from jax_intranode._src.group import partition as partition_lib
 from jax_intranode._src.group import rendezvous as rendezvous_lib
 from jax_intranode._src.native import extension
+from jax_intranode._src.ops import all_reduce
 from jax_intranode._src.selection import config, select
 
 
@@ -151,6 +152,22 @@ def test_regions_run_out() -> None:
     check_sum(meshes[slabs.REGIONS - 1])
     # Other devices have regions of their own.
     check_sum(cases.line(n - 1))
+
+
+@pytest.mark.usefixtures("fresh")
+def test_permutes_take_a_region_more_for_each_partition() -> None:
+    need_devices(4)
+    n = len(jax.devices())
+    orders = list(itertools.islice(itertools.permutations(range(n)), slabs.REGIONS // 2 + 1))
+    *meshes, last = [cases.make_mesh((n,), ("x",), order) for order in orders]
+    for mesh in meshes:
+        chosen = all_reduce.operations("ppermute", mesh, ("x",), [(2,)], np.float32)[0][1]
+        assert chosen_for(mesh).algorithm != "lax" and chosen.algorithm == "permute"
+    for operation in ("psum", "ppermute"):
+        chosen = all_reduce.operations(operation, last, ("x",), [(2,)], np.float32)[0][1]
+        assert chosen.algorithm == "lax"
+        assert f"{slabs.REGIONS} regions" in chosen.reason
+        assert "permutes take one more for each" in chosen.reason
 
 
 def test_regions_lie_apart_in_the_slab() -> None:

@@ -225,9 +225,7 @@ print(entries())
 
 def test_one_line_a_compilation_with_totals(caplog: pytest.LogCaptureFixture) -> None:
     jax_intranode.install()
-    f = jax.jit(
-        sharded(lambda v: lax.psum(v, "x") + lax.pmax(v > 0, "x"), line(), P("x"), P())
-    )
+    f = jax.jit(sharded(lambda v: lax.psum(v, "x") + lax.pmax(v > 0, "x"), line(), P("x"), P()))
     with caplog.at_level(logging.INFO, "jax_intranode"):
         f(X)
         f(X)

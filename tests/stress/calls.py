@@ -221,7 +221,7 @@ def random_call(
         free = [*range(ranks)]
         for source in range(ranks):
             if choose.integer(0, 2):
-                perm += ((source, free.pop(choose.integer(0, len(free) - 1))),)
+                perm = (*perm, (source, free.pop(choose.integer(0, len(free) - 1))))
     copies = operations.RECORDS[operation].reduction is None
     divided = operation in DIVIDED
     tiled = choose.one_of((True, False))
@@ -244,8 +244,8 @@ def random_call(
     if operation == "all_to_all" and not tiled and way in ("gradient", "checkpoint"):
         concat = dimension  # the gradient by jax.lax raises otherwise (0.10.2 to 0.12)
     leaves = choose.integer(1, leaves) if operations.RECORDS[operation].takes_many else 1
-    size = tuple(shape)
-    return Call(operation, axes, dtype, size, dimension, concat, tiled, way, leaves, perm=perm)
+    options = tuple(shape), dimension, concat, tiled, way, leaves
+    return Call(operation, axes, dtype, *options, perm=perm)
 
 
 def groups(mesh: Mesh, axes: Sequence[str]) -> Iterator[list[int]]:

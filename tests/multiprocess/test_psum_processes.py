@@ -46,8 +46,8 @@ QUICK_OF_FOUR = QUICK | {
 
 # Rows of the contract, of 2 devices and of 4, and cases of norms.
 QUICK_ROWS = {
-    2: ("cond", "permutations-that-send-nothing"),
-    4: ("device-order-changed", "several-axes"),
+    2: ("cond", "extremes-in-gradients"),
+    4: ("device-order-changed", "several-axes", "permutations"),
 }
 # What processes add to the cases of one process: data that arrive while a phase waits.
 QUICK_NORMS = (*("every_dtype_and_length-bfloat16-two_shot-rms_norm", "calls_in_a_loop"),)

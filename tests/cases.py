@@ -178,7 +178,8 @@ def extreme(operation: str, parts: np.ndarray) -> np.ndarray:
     of = np.maximum if operation == "pmax" else np.minimum
     total = parts[0]
     for part in parts[1:]:
-        found = of(total, part)
+        with np.errstate(all="ignore"):  # older versions of NumPy warn of NaN
+            found = of(total, part)
         if total.dtype.kind not in "biu":
             zeros = (total == 0) & (part == 0)
             negative = np.signbit(total), np.signbit(part)

@@ -27,7 +27,7 @@ from stress.calls import Call, Seeded, random_call, random_carries
 
 import jax_intranode
 
-WAYS_OF_PERMUTES = tuple(way for way in soak_calls.WAYS if way != "late")
+WAYS_OF_PERMUTES = tuple(way for way in stress_calls.WAYS if way != "late")
 
 # So few elements that all operations are ours on CPU devices.
 FEW = {
@@ -105,7 +105,7 @@ def random_permutes(first: int) -> None:
             carries, value = random_carries(mesh, seed)
             want = expected_of_chain(calls, mesh, carries)
             check(compiled_of_ours(chain(calls, mesh), value)(value), want)
-            f = soak_calls.chain(calls, mesh, jax.lax)
+            f = stress_calls.chain(calls, mesh, jax.lax)
             check(jax.jit(lambda v, f=f: f(v, 0))(value), want)
 
 

@@ -61,7 +61,7 @@ struct Site {
           "jax_intranode: there is no algorithm " + std::to_string(static_cast<int>(algorithm)) +
           ". Was the program compiled by another version of this package? Compile it again.");
     }
-    if (const auto& [ids, size] = partition; size < 1 || ids.size() % size != 0) {
+    if (const auto& [ids, size, permutes] = partition; size < 1 || ids.size() % size != 0) {
       return ffi::Error::InvalidArgument("jax_intranode: " + std::to_string(ids.size()) +
                                          " devices can't be groups of " + std::to_string(size) +
                                          ".");

@@ -23,7 +23,7 @@ from jax_intranode._src.group import partition as partition_lib
 from jax_intranode._src.native import definitions, extension
 from jax_intranode._src.ops import collective
 from jax_intranode._src.ops.all_reduce import operations
-from jax_intranode._src.selection import select, tuning
+from jax_intranode._src.selection import generations, select, tuning
 
 # The number of operations in one graph.
 _CALLS_IN_GRAPH = 50
@@ -87,6 +87,7 @@ def measure(
     busbw = algbw * operation.bus_factor(n) if algbw is not None else None
     on_gpus = settings.platform == "gpu"
     rate = matmuls.profile_of(mesh).link_bound_bytes_per_s if on_gpus else None
+    sms = generations.of_hardware(collective.facts_of(mesh)["hardware"]).sms
     row = {
         "size": size,
         "count": count,
@@ -102,7 +103,7 @@ def measure(
         "busbw": busbw,
         "link_share": 1e9 * busbw / rate if busbw is not None and rate else None,
         # A block of a kernel gets an SM of its own as long as there are SMs.
-        "sms": (on_gpus and max(min(c.blocks, select.SMS) for c in selected)) or None,
+        "sms": (on_gpus and max(min(c.blocks, sms) for c in selected)) or None,
         **oracle.fields(label, our_check, lax_check),
         "handler_calls": handler_calls,
         "shipped_algorithm": shipped,

@@ -13,7 +13,6 @@ from jax_intranode._src.command_line import machine, options
 from jax_intranode._src.command_line.bench import report
 from jax_intranode._src.command_line.bench.settings import Settings
 from jax_intranode._src.command_line.launcher import runs
-from jax_intranode._src.command_line.tune import sweep
 from jax_intranode._src.native import definitions
 from jax_intranode._src.operations import COLLECTIVE, NORM, of_kind
 from jax_intranode._src.selection import generations, table, tuning

@@ -97,6 +97,16 @@ def selection(
     return all_reduce.operations("psum", mesh, axes, [shape], dtype)[0][1]
 
 
+def free_regions() -> None:
+    """Frees the slab's regions if many are taken: a program may have fewer partitions than cases.
+
+    In several processes all have to call it, between cases.
+    """
+    if any(len(r.communicators) > 3 for r in rendezvous_lib._all.values()):
+        jax.clear_caches()  # programs from before do not run after shutdown()
+        jax_intranode.shutdown()
+
+
 def takes_part(mesh: Mesh) -> bool:
     return any(d.process_index == jax.process_index() for d in mesh.devices.flat)
 

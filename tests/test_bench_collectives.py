@@ -102,6 +102,9 @@ def test_links_of_a_chain_fit(name: str) -> None:
         "all_gather": [first, first],
         "all_to_all": np.stack([first.reshape(2, 4), second.reshape(2, 4)], axis=1),
         "psum_scatter+all_gather": [total, total],
+        "pmax": [second, second],
+        "pmin": [first, first],
+        "ppermute": [second, first],
     }[name]
     assert np.array_equal(got, 0.5 * np.ravel(wanted))
 

@@ -45,11 +45,17 @@ def summing(mesh: jax.sharding.Mesh, calls: int = 1) -> Any:
 # Partitions.
 
 
+class FakeMesh(SimpleNamespace):
+    """It can be hashed, as a mesh can."""
+
+    __hash__ = object.__hash__
+
+
 def fake_mesh(ids: Any, names: tuple[str, ...]) -> Any:
     ids = np.array(ids)
     devices = np.vectorize(lambda i: SimpleNamespace(id=int(i)), otypes=[object])(ids)
     shape = dict(zip(names, ids.shape, strict=True))
-    return SimpleNamespace(devices=devices, axis_names=names, shape=shape)
+    return FakeMesh(devices=devices, axis_names=names, shape=shape)
 
 
 @pytest.mark.parametrize(

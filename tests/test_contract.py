@@ -55,7 +55,8 @@ def test_error_outside_any_axis_says_where_to_call_it() -> None:
     ours, theirs = (jax.tree.leaves(row.run(lib)) for lib in (jax_intranode, lax))
     for a, b in zip(ours, theirs, strict=True):
         assert a.message.startswith(b.message), (a, b)
-        assert "shard_map" in a.message + a.notes, a
+        if a.type is not NotImplementedError:  # of an operation without a derivative
+            assert "shard_map" in a.message + a.notes, a
 
 
 @pytest.mark.parametrize("axes", ["nowhere", ("x", "nowhere")])

@@ -46,7 +46,7 @@ def test_training_without_and_with_auto() -> None:
     assert abs(float(without) - float(with_auto)) < 1e-3 * float(without), output
     if jax.default_backend() == "cpu":
         # A sum for the hidden features, and one for each gradient and the loss.
-        assert len(re.findall(r"^psum .* XLA's partitioner ", output, re.MULTILINE)) == 4, output
+        assert len(re.findall(r"^psum .* XLA's partitioner$", output, re.MULTILINE)) == 4, output
 
 
 def test_halo_exchange() -> None:

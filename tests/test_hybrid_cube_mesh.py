@@ -194,7 +194,7 @@ def test_links_that_are_no_mesh_are_refused_before_any_kernel() -> None:
 
     def create(links: list[tuple[int, int]]) -> None:
         members = [(0, 0, 0, [0] * 8, 0)]
-        module.create_communicator(list(range(8)), 8, members, 4096, 1.0, [], [links])
+        module.create_communicator(list(range(8)), 8, members, 4096, 1.0, [], [links], False)
 
     def changed(rank: int, peers: int | None = None, relay: int | None = None) -> Any:
         links = list(good)

@@ -23,7 +23,7 @@ from jax_intranode._src.selection.generations import GENERATIONS, Generation
 from jax_intranode._src.selection.overlap.profiles import GpuFacts
 
 # A toy: psum's kernels and target under another name. It claims to be a maximum and to replace
-# lax.pmax, so that a rewriter that took it for a sum would be found.
+# lax.pbroadcast, so that a rewriter that took it for a sum would be found.
 RECORD = """
 RECORDS["toy"] = Record(
     name="toy",
@@ -31,7 +31,7 @@ RECORDS["toy"] = Record(
     dtypes=SUMMED,
     reduction="max",
     algorithms=("one_shot", "two_shot"),
-    lax_primitives=("pmax",),
+    lax_primitives=("pbroadcast",),
     target="jax_intranode_psum",
     like="psum",
     call=lambda library, xs: (library.toy if hasattr(library, "toy") else library.psum)(xs, "x"),
@@ -53,7 +53,7 @@ from jax_intranode._src.ops.primitive import OpPrimitive
 @dataclass(frozen=True)
 class Params(collective.Params):
     def by_lax(self, xs):
-        return [lax.pmax(x, self.axes) for x in xs]
+        return [lax.pbroadcast(x, self.axes, 0) for x in xs]
 
     @classmethod
     def of_lax(cls, of, world_size):
@@ -64,8 +64,9 @@ toy_p = OpPrimitive("toy", Params)
 
 
 def toy(x, axis):
+    by_lax = lambda v: lax.pbroadcast(v, axis, 0)
     return collective.of_each_array(
-        toy_p, x, (axis,), None, lambda v: lax.pmax(v, axis), lambda leaf, size: Params((axis,))
+        toy_p, x, (axis,), None, by_lax, lambda leaf, size: Params((axis,))
     )
 
 
@@ -123,8 +124,8 @@ found["tune"] = "toy" in command.OPERATIONS
 right = oracle.Collective(OPERATIONS["toy"], 2, 16, np.dtype(np.int32))
 found["bench"] = bool((right.expected[0] == right.shard(0) + right.shard(1)).all())
 
-replaced = of(lambda v: lax.pmax(v, "x"))
-matmul = of(lambda a, b: lax.pmax(a @ b, "x"), P("x"), P())
+replaced = of(lambda v: lax.pbroadcast(v, "x", 0))
+matmul = of(lambda a, b: lax.pbroadcast(a @ b, "x", 0), P("x"), P())
 with jax_intranode.accelerate():
     found["not measured"] = calls(replaced, x)
     rows = {key: value for key, value in table.TABLE.items() if key[2] == "psum"}

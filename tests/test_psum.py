@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec as P
 from tiers import full
 
 import jax_intranode
-from jax_intranode._src.ops import psum as psum_lib
+from jax_intranode._src.ops import all_reduce
 
 # These differ from cases that the quick tier runs in nothing but an algorithm or in a number.
 FULL = (
@@ -47,6 +47,7 @@ def is_quick(name: str) -> bool:
 def test_case(name: str) -> None:
     case = cases.CASES[name]
     need_devices(case.devices)
+    cases.free_regions()
     case.run()
 
 
@@ -54,7 +55,7 @@ def test_packs_of_several_arrays_are_counted_in_32_bits() -> None:
     need_devices(2)
     shapes = [(10 << 30,), (2 << 30,), (10 << 30,)]  # 40, 8 and 40 GiB
     with cases.forced("two_shot"):
-        parts = psum_lib.operations(cases.line(2), ("x",), shapes, "float32")
+        parts = all_reduce.operations("psum", cases.line(2), ("x",), shapes, "float32")
     found = [(arrays, chosen.algorithm) for arrays, chosen in parts]
     assert found == [([0, 1], "two_shot"), ([2], "two_shot")]
 

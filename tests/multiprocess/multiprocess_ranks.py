@@ -13,6 +13,7 @@ import pytest
 from devices import MOST_RANKS_OF_A_GPU, ranks_share_a_gpu
 from processes import free_port
 
+import jax_intranode
 from jax_intranode._src.command_line.launcher.rank import rank_env, sharing_env
 from jax_intranode._src.command_line.launcher.runs import RankError, run_ranks
 
@@ -110,6 +111,8 @@ def run_cases(module: str, names: Sequence[str]) -> None:
             raise
         # All ranks end a case before the next one begins, so a failure is that of its own case.
         key_value_client().wait_at_barrier(f"case {name}", 60_000)
+        jax.clear_caches()  # programs from before do not run after shutdown()
+        jax_intranode.shutdown()
         print(f"CASE {name} passed", flush=True)
 
 

@@ -437,7 +437,6 @@ DIFFERENT = {
     "SLAB_MIB": ("4", "8"),
     "RING_MIB": ("4", "8"),
     "TIMEOUT_S": ("30.0", "40.0"),
-    "ASYNC": ("0", "1"),
     "TOPOLOGY": ("fully_connected", "hybrid_cube_mesh"),
 }
 

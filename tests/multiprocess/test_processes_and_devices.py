@@ -9,6 +9,8 @@ import pytest
 from cases_of_processes import CASES
 from devices import need_devices, need_gpus
 
+import jax_intranode
+
 NAMES = (
     "every_dtype_and_count-bfloat16-one_shot",
     "every_dtype_and_count-int32-two_shot",
@@ -31,6 +33,8 @@ def run_some_cases(devices: int) -> None:
         if CASES[name].devices <= devices:
             CASES[name].run()
             key_value_client().wait_at_barrier(name, 60_000)
+            jax.clear_caches()  # programs from before do not run after shutdown()
+            jax_intranode.shutdown()
     print("all right", flush=True)
 
 

@@ -58,6 +58,10 @@ cudaError_t LaunchNorm(ElementType, const DeviceGroup&, const NormCall&, LaunchS
                        cudaStream_t) {
   return next_status;
 }
+cudaError_t LaunchPermute(ElementType, const DeviceGroup&, const Permutes&, LaunchShape,
+                          cudaStream_t) {
+  return next_status;
+}
 bool NormFits(ElementType, const NormCall&, LaunchShape) { return true; }
 }  // namespace jax_intranode
 

@@ -51,7 +51,7 @@ std::shared_ptr<DeviceCommunicator> Make(const Partition& partition,
   auto communicator = std::make_shared<DeviceCommunicator>();
   for (size_t g = 0; g < records.size(); ++g) {
     DeviceGroup group{};
-    group.size = static_cast<int>(partition.second);
+    group.size = static_cast<int>(partition.size);
     group.failure = records[g];
     group.timeout_ns = 1'000'000'000'000;
     const auto device = static_cast<int32_t>(g);
@@ -71,7 +71,7 @@ std::shared_ptr<DevicePeerBuffer> AddBuffer(std::shared_ptr<DeviceCommunicator> 
   buffer->partition = partition;
   buffer->communicator = std::move(communicator);
   v1::Peers peers{};
-  peers.size = static_cast<int32_t>(partition.second);
+  peers.size = static_cast<int32_t>(partition.size);
   peers.record = record;
   peers.timeout_ns = 1'000'000'000'000;
   buffer->members[0] = peers;

@@ -16,8 +16,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from jax_intranode._src.operations import RECORDS
-
 _log = logging.getLogger("jax_intranode")
 # The logger of the lines that say what jax.lax or XLA runs, and why.
 FALLBACKS = "jax_intranode.fallbacks"
@@ -31,7 +29,7 @@ LOCAL_DEVICES = _PREFIX + "LOCAL_DEVICES"
 RESTART = _PREFIX + "RESTART"
 SECRET = _PREFIX + "SECRET"
 _TOPOLOGIES = ("fully_connected", "hybrid_cube_mesh", "unknown")
-ALGORITHMS = ("auto", *RECORDS["psum"].in_order, "lax")
+ALGORITHMS = ("auto", "one_shot", "two_shot", "lax")
 FUSE_NORMS = ("auto", "always", "never")
 LOG = ("fallbacks", "info", "debug")
 _INTEGER = "[0-9]{1,18}"

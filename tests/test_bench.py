@@ -25,7 +25,7 @@ from tiers import full, quick
 
 import jax_intranode
 from jax_intranode._src.command_line import machine
-from jax_intranode._src.command_line.bench import measure, report, timing
+from jax_intranode._src.command_line.bench import report, timing
 from jax_intranode._src.command_line.launcher.runs import MODES, ProgressLine
 from jax_intranode._src.command_line.options import WrongInput
 from jax_intranode._src.operations import RECORDS
@@ -396,9 +396,3 @@ def test_the_version_of_nccl_is_that_of_the_loaded_library(tmp_path: Path) -> No
     assert done.returncode == 0, done.stdout
     before, loaded = done.stdout.split()
     assert before != loaded == "2.29.7"
-
-
-def test_sum_of_ranks() -> None:
-    """What makes XLA load NCCL."""
-    mesh = jax.make_mesh((len(jax.devices()),), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
-    assert measure.sum_of_ranks(mesh)() == sum(range(len(jax.devices())))

@@ -139,11 +139,21 @@ def test_import_checks_values(tmp_path: Path) -> None:
 
 
 LOGS = """
-import logging, sys
-if sys.argv[1] == "root":
+import io, logging, sys
+stderr, how = sys.stderr, sys.argv[1]
+if how == "root":
     logging.basicConfig(format="of the program: %(name)s %(message)s")
+if how == "replaced":
+    sys.stderr = io.StringIO()
 import jax, jax.numpy as jnp
 import jax_intranode
+if how == "replaced":
+    sys.stderr.close()
+    sys.stderr = stderr
+if how in ("jax_intranode", "jax_intranode.fallbacks"):
+    handler = logging.StreamHandler()
+    handler.setFormatter(logging.Formatter("of the program: %(name)s %(message)s"))
+    logging.getLogger(how).addHandler(handler)
 jax.config.update("jax_num_cpu_devices", 2)
 mesh = jax.make_mesh((2,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
 P = jax.sharding.PartitionSpec
@@ -154,6 +164,7 @@ def total(x):
 total(jnp.ones(2))
 """
 FALLS_BACK = "falls back to jax.lax: dtype complex64"
+OF_PROGRAM = "of the program: jax_intranode.fallbacks psum at "
 COMMUNICATE = "communicate through jax_intranode"
 
 
@@ -163,7 +174,10 @@ COMMUNICATE = "communicate through jax_intranode"
         ("", "", []),
         ("", "root", []),
         ("fallbacks", "", ["INFO:jax_intranode.fallbacks:psum at "]),
-        ("fallbacks", "root", ["of the program: jax_intranode.fallbacks psum at "]),
+        ("fallbacks", "root", [OF_PROGRAM]),
+        ("fallbacks", "jax_intranode", [OF_PROGRAM]),
+        ("fallbacks", "jax_intranode.fallbacks", [OF_PROGRAM]),
+        ("fallbacks", "replaced", ["INFO:jax_intranode.fallbacks:psum at "]),
         ("info", "", ["INFO:jax_intranode.fallbacks:psum at ", "INFO:jax_intranode:Devices "]),
         ("debug", "", ["INFO:jax_intranode.fallbacks:psum at ", "INFO:jax_intranode:Devices "]),
     ],

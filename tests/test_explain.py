@@ -5,6 +5,7 @@ import functools
 import os
 import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -203,6 +204,13 @@ def test_long_reasons_are_broken_at_100_columns() -> None:
     assert row.startswith("psum") and len(reason) > 1
     assert all(line.startswith("    ") and len(line) <= 100 for line in reason)
     assert " ".join(map(str.strip, reason)) == call.reason
+
+
+def test_a_path_with_hyphens_is_not_broken(tmp_path: Path) -> None:
+    file = tmp_path / "-".join(["part"] * 30)
+    code = compile("def f(v): return psum(v, 'x')", file, "exec")
+    exec(code, names := {"psum": psum})
+    assert f"    {file}:1 (f)" in str(explain(over_x(names["f"]))(X)).replace("\n    (f)", " (f)")
 
 
 def test_what_is_ours_agrees_with_strict_mode(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -223,14 +223,19 @@ def test_the_first_failure_is_the_last_thing_shown(launch: Launch) -> None:
     assert after == "launch: after it, rank 0: SIGKILL, rank 2: exit code 1"
 
 
-@pytest.mark.parametrize("end", ["sys.exit(3)", "os._exit(3)"])
+@pytest.mark.parametrize("end", ["sys.exit(3)", "os._exit(3)", "fails('timeout'); sys.exit(3)"])
 def test_the_rank_that_fails_first_may_end_last(launch: Launch, tmp_path: Path, end: str) -> None:
     """Its peer learns of it from an exit handler, or by a socket, and ends at once."""
     code, _, err = launch(
         "-n 2 --grace 0.6 SCRIPT",
         f"""
-        import atexit, os, socket, sys, time
+        import atexit, os, socket, sys, time, types
         place = {str(tmp_path / "place")!r}
+
+        def fails(reason):
+            from jax_intranode._src.health import failures
+            failures.current = lambda: types.SimpleNamespace(reason=reason)
+
         if os.environ["JAX_INTRANODE_RANK"] == "0":
             with socket.socket(socket.AF_UNIX) as listener:
                 listener.bind(place + ".new")
@@ -238,6 +243,8 @@ def test_the_rank_that_fails_first_may_end_last(launch: Launch, tmp_path: Path, 
                 os.rename(place + ".new", place)
                 peer = listener.accept()[0]
             peer.recv(1)  # until the peer closes it
+            if {"fails" in end}:
+                fails("peer_gone")
             sys.exit("rank 0 broke as a consequence")
         peer = socket.socket(socket.AF_UNIX)
         while not os.path.exists(place):

@@ -197,8 +197,9 @@ int AKernelFailureEndsItsDevice(int named) {
 
 int main(int argc, char** argv) {
   if (MemoryIsFreedByOthers(argc > 1 ? atoi(argv[1]) : 20000) != 0) return 1;
+  if (AGroupFailsAlone() != 0) return 1;  // it takes the failures that the monitor would take
   Monitor::Get().Add(&platform, 10);
-  if (ARefusedCallFailsAlone() != 0 || AGroupFailsAlone() != 0) return 1;
+  if (ARefusedCallFailsAlone() != 0) return 1;
   for (const int named : {1, 2, 7, -1, 1 << 30}) {
     if (AKernelFailureEndsItsDevice(named) != 0) return 1;
   }

@@ -74,7 +74,7 @@ class Explanation(Sequence[Call]):
         for row, call in zip(rows, self.calls, strict=True):
             more = f" and {len(call.sources) - 1} more" * (len(call.sources) > 1)
             for text in (call.source.removeprefix(os.getcwd() + os.sep) + more, call.reason):
-                row += "\n" + textwrap.fill(text, _COLUMNS, **_INDENTED)
+                row += "\n" + _BELOW.fill(text)
             lines.append(row)
         for axes, groups in dict.fromkeys((_axes(call), call.groups) for call in self.calls):
             if groups:
@@ -96,19 +96,11 @@ def _counts(counts: Mapping[str, int]) -> str:
 
 
 _TITLES = (
-    "operation",
-    "operands",
-    "bytes",
-    "axes",
-    "ranks",
-    "algorithm",
-    "launch",
-    "times",
+    *("operation", "operands", "bytes", "axes", "ranks", "algorithm", "launch", "times"),
     "origin",
 )
 # Below the row of a call stand its source and its reason.
-_COLUMNS = 100
-_INDENTED: Any = {"initial_indent": "    ", "subsequent_indent": "    ", "break_long_words": False}
+_BELOW = textwrap.TextWrapper(100, " " * 4, " " * 4, break_long_words=False, break_on_hyphens=False)
 
 
 def _row(call: Call) -> tuple[str, ...]:

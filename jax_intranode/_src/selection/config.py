@@ -12,6 +12,7 @@ import keyword
 import logging
 import os
 import re
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -198,14 +199,8 @@ class Config:
         """The values that all processes must have alike, by the names of their variables."""
         values = dataclasses.asdict(self)
         del values["log"], values["tuning"]  # whose content is compared
-        return {
-            _name(k): "not set"
-            if of is None
-            else f"{of:d}"
-            if of is True or of is False
-            else f"{of}"
-            for k, of in values.items()
-        }
+        words = {None: "not set", False: "0", True: "1"}
+        return {_name(field): words.get(value, f"{value}") for field, value in values.items()}
 
     @property
     def is_strict(self) -> bool:
@@ -395,8 +390,14 @@ def start_log(environ: Mapping[str, str]) -> None:
     logging.getLogger(FALLBACKS if wanted == "fallbacks" else _log.name).setLevel(level)
     handler = logging.StreamHandler()
     handler.setFormatter(logging.Formatter(logging.BASIC_FORMAT))
-    # A program that has set up logging writes the lines itself.
-    handler.addFilter(lambda _: not logging.getLogger().handlers)
+
+    def writes(record: logging.LogRecord) -> bool:
+        """Whether no handler of the program does, which has set up logging then."""
+        handler.stream = sys.stderr  # pytest and others replace it
+        loggers = map(logging.getLogger, (None, _log.name, record.name))
+        return {h for logger in loggers for h in logger.handlers} == {handler}
+
+    handler.addFilter(writes)
     _log.addHandler(handler)
 
 

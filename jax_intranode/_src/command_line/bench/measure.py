@@ -6,8 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jax_intranode._src.command_line.bench import collectives, matmuls, report
@@ -41,7 +40,7 @@ def measure_all(
         jax.config.update("jax_enable_x64", True)
     mesh = rank.mesh()
     if settings.platform == "gpu":  # XLA loads NCCL, whose version the header has
-        jax.block_until_ready(jax.jit(sum_of_ranks(mesh))())
+        jnp.zeros(mesh.size, device=NamedSharding(mesh, P("x"))).sum().block_until_ready()
     header = report.header(settings)
     rank.print(report.format_header(header, bool(settings.shapes) and settings.settle_ms > 0))
     printed: set[str] = set()
@@ -64,12 +63,6 @@ def measure_all(
             once(f"# fell back to jax.lax: {fallback}")
         rank.print(report.line(table, row))
     return {"header": header, "rows": rows}
-
-
-def sum_of_ranks(mesh: Mesh) -> Callable[[], jax.Array]:
-    """A function that sums the ranks' numbers by jax.lax."""
-    total = partial(lax.psum, axis_name="x")
-    return jax.shard_map(lambda: total(lax.axis_index("x")), mesh=mesh, in_specs=(), out_specs=P())
 
 
 def _measurements(settings: Settings, mesh: Mesh) -> Iterator[Measurement]:

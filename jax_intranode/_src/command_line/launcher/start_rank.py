@@ -126,7 +126,7 @@ def told_at(coordinator: str) -> str:
 def _tell_launcher(error: BaseException, pid: int) -> None:
     """Tells the launcher at once: peers that fail because of this rank may end before it.
 
-    A rank whose communication has failed says that it follows: it is such a peer.
+    A rank that another one's failure has ended says that it follows: it is such a peer.
     """
     failures = sys.modules.get("jax_intranode._src.health.failures")
     code = _exit_code(error)
@@ -134,7 +134,8 @@ def _tell_launcher(error: BaseException, pid: int) -> None:
         if code and os.getpid() == pid:
             import _socket  # not `socket`, which gevent replaces
 
-            follows = failures is not None and failures.current() is not None
+            reason = getattr(failures and failures.current(), "reason", "")
+            follows = reason in ("peer_gone", "aborted")
             text = f"{os.environ['JAX_INTRANODE_RANK']} {code} {follows:d}"
             to = told_at(os.environ["JAX_INTRANODE_COORDINATOR"])
             teller = _socket.socket(_socket.AF_UNIX, _socket.SOCK_DGRAM | _socket.SOCK_NONBLOCK)

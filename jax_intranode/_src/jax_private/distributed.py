@@ -1,6 +1,7 @@
 """``jax.distributed``: its key-value store, its beginning under a launcher, and its end."""
 
 import atexit
+import contextlib
 import ctypes
 import functools
 import inspect
@@ -10,6 +11,7 @@ import time
 import traceback
 from _queue import SimpleQueue  # gevent replaces that of `queue`
 from collections.abc import Callable
+from multiprocessing import parent_process
 from typing import Any
 
 import jax
@@ -25,6 +27,47 @@ def key_value_client() -> Any | None:
     0.10.2 and later: ``jax.distributed`` has no public store.
     """
     return distributed.global_state.client
+
+
+def say(key: str, value: str) -> None:
+    """Sets a key for `said`, and again whenever ``jax.distributed`` is initialised later.
+
+    0.10.2 to 0.12: ``jax.distributed.initialize`` calls a method of a private object.
+    """
+    state = distributed.global_state
+    of_jax = state.initialize
+
+    def tell() -> None:
+        client: Any = state.client
+        for key, value in _said.items():
+            with contextlib.suppress(Exception):
+                place = f"jax_intranode/{key}/{state.process_id}"
+                client.key_value_set(place, value, allow_overwrite=True)
+
+    @functools.wraps(of_jax)
+    def initialize(*args: Any, **kwargs: Any) -> None:
+        of_jax(*args, **kwargs)
+        tell()
+
+    if not _said:
+        state.initialize = initialize  # type: ignore[method-assign]
+    if _said.get(key, "") != value:
+        _said[key] = value
+        if state.client is not None:
+            threads.Thread(tell).join(_SAY_S)
+
+
+_said: dict[str, str] = {}
+# How long JAX's store may take: that of a stopped process, or of the parent of a fork, hangs.
+_SAY_S = 5.0
+
+
+def said(key: str, process: int) -> str:
+    """What a process has set a key to; empty if it has not."""
+    client: Any = distributed.global_state.client
+    with contextlib.suppress(Exception):
+        return str(client.key_value_try_get(f"jax_intranode/{key}/{process}"))
+    return ""
 
 
 def at_end_of_backends(action: Callable[[], None]) -> None:
@@ -242,7 +285,8 @@ def join_at_first_use(arguments: Callable[[dict[str, Any]], dict[str, Any]]) -> 
     def backends_of_all() -> Any:
         with lock:
             if xla_bridge.backends is backends_of_all:
-                if state.client is None:
+                # A forked process of multiprocessing is a program of its own, as a spawned one.
+                if state.client is None and parent_process() is None:
                     jax.distributed.initialize()
                 setattr(xla_bridge, "backends", backends)  # noqa: B010, or mypy objects
         return backends()

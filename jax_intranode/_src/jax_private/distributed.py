@@ -54,12 +54,10 @@ def say(key: str, value: str) -> None:
     if _said.get(key, "") != value:
         _said[key] = value
         if state.client is not None:
-            threads.Thread(tell).join(_SAY_S)
+            threads.Thread(tell).join(5)  # the store of a stopped process, or after a fork, hangs
 
 
 _said: dict[str, str] = {}
-# How long JAX's store may take: that of a stopped process, or of the parent of a fork, hangs.
-_SAY_S = 5.0
 
 
 def said(key: str, process: int) -> str:
@@ -259,11 +257,8 @@ def use_service_elsewhere() -> None:
         of_network = [name for name in kwargs if name.startswith(("mtls_", "verify_"))]
         return of_jax(*args, **{k: v for k, v in kwargs.items() if k not in of_network})
 
-    for name, value in (
-        ("get_distributed_runtime_service", lambda *_, **__: None),
-        ("get_distributed_runtime_client", client),
-    ):
-        setattr(_jax, name, value)
+    _jax.get_distributed_runtime_service = lambda *_, **__: None
+    _jax.get_distributed_runtime_client = client
 
 
 def join_at_first_use(arguments: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
@@ -288,11 +283,8 @@ def join_at_first_use(arguments: Callable[[dict[str, Any]], dict[str, Any]]) -> 
                 # A forked process of multiprocessing is a program of its own, as a spawned one.
                 if state.client is None and parent_process() is None:
                     jax.distributed.initialize()
-                setattr(xla_bridge, "backends", backends)  # noqa: B010, or mypy objects
+                xla_bridge.backends = backends
         return backends()
 
-    for owner, name, value in (
-        (state, "initialize", initialize_client),
-        (xla_bridge, "backends", backends_of_all),
-    ):
-        setattr(owner, name, value)
+    state.initialize = initialize_client  # type: ignore[method-assign]
+    xla_bridge.backends = backends_of_all

@@ -154,6 +154,7 @@ def a_training_step_is_rewritten() -> None:
 def one_rank_is_late_to_its_first_call() -> None:
     """It loads data, say. The others wait for it, and say so."""
     jax_intranode.install()
+    multihost_utils.sync_global_devices("installed")
     with mock.patch.object(agreement, "FIRST_WAIT_S", 0.1), warnings() as said:
         if jax.process_index() == 1:
             time.sleep(config.get().report_after_s + 1)
@@ -187,7 +188,7 @@ def one_rank_has_nothing_installed() -> None:
     if jax.process_index() == 0:
         jax_intranode.install()
     start = time.monotonic()
-    with mock.patch.object(agreement, "wait_s_of_program", lambda: WAIT_S), warnings() as said:
+    with mock.patch.object(agreement, "FIRST_WAIT_S", WAIT_S), warnings() as said:
         assert [sums(summing(), columns_of(columns)) for columns in (4, 8)] == [0, 0]
     assert time.monotonic() - start < WAIT_S + agreement.LATER_WAIT_S + 15
     if jax.process_index() == 0:
@@ -264,7 +265,7 @@ def auto_custom_partitioning() -> None:
 
 @case
 def auto_one_rank_has_it_not() -> None:
-    with mock.patch.object(agreement, "wait_s_of_program", lambda: WAIT_S), warnings() as said:
+    with mock.patch.object(agreement, "FIRST_WAIT_S", WAIT_S), warnings() as said:
         for rows in (12, 20):
             jax_intranode.install(auto=jax.process_index() == 0)
             start = time.monotonic()

@@ -69,7 +69,7 @@ def write(path: Path, *parts: str) -> None:
         pytest.param(way, what, flags, marks=[pytest.mark.full] * (way == "run" or k > 1))
         for k, (what, flags) in enumerate(
             [
-                ("-m package.module a", "-b -X dev -X of=ours -W error::FutureWarning"),
+                ("-m package.module -- a", "-b -X dev -X of=ours -W error::FutureWarning"),
                 ("script.py own", "PYTHONSAFEPATH"),
                 ("script.py own", "-P"),
                 *((what, "") for what in ("folder/../script.py a", "folder a", "archive.zip a")),
@@ -245,8 +245,11 @@ PROGRAMS = {
             import jax
             return state, jax.numpy.ones(3).sum().item()
         if __name__ == "__main__":
-            with multiprocessing.get_context("spawn").Pool(1) as pool:
-                print(pool.map(work, [State()]) == [(State(), 3.0)])
+            for method in ("spawn", "fork"):
+                with multiprocessing.get_context(method).Pool(1) as pool:
+                    print(pool.map(work, [State()]) == [(State(), 3.0)])
+            import jax
+            print(jax.device_count())
         """,
     "the order of exit handlers": """
         import atexit, sys, threading, weakref

@@ -34,7 +34,7 @@ def test_a_process_may_end_as_soon_as_it_has_come(
     monkeypatch.setattr(peers, "absence", absence)
     monkeypatch.setattr(failures, "report", reported.append)
     with contextlib.nullcontext() if comes else pytest.raises(failures.CommunicationError):
-        assert agreement._missing(store, mesh, 10.0) == []
+        assert agreement._missing(store, mesh, 10.0, agreement.INSTALL) == ""
     assert [(f.missing_process, f.reason) for f in reported] == [(1, "peer_gone")] * (not comes)
 
 

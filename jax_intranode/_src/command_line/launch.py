@@ -301,8 +301,7 @@ def _reserve_standard_descriptors() -> None:
 
 def _program(arguments: argparse.Namespace) -> list[str]:
     """The arguments of start_rank.py."""
-    words = [*(["-m"] if arguments.module else []), arguments.script, *arguments.arguments]
-    what = words
+    what = words = run_command.script_of(arguments)
     if words[:1] == ["run"]:
         options, what = start_rank.split(words[1:])
         run_command.parse_options(options)

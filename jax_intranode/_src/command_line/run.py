@@ -37,11 +37,15 @@ def add_script(parser: argparse.ArgumentParser, what: str) -> None:
     parser.add_argument(
         "-m", dest="module", action="store_true", help="SCRIPT is the name of a module"
     )
-    parser.add_argument("script", metavar="SCRIPT", help=what)
-    others = parser.add_argument(
-        "arguments", nargs=argparse.REMAINDER, metavar="...", help="arguments of the script"
-    )
-    others.required = False
+    # One argument: argparse would take a "--" behind the script away.
+    what += ", and its arguments"
+    parser.add_argument("script", nargs=argparse.PARSER, metavar="SCRIPT", help=what)
+
+
+def script_of(arguments: argparse.Namespace) -> list[str]:
+    """The script or module and its arguments, as `start_rank` takes them."""
+    words: list[str] = arguments.script
+    return ["-m"] * arguments.module + words[words[0] == "--" :]
 
 
 def check_script(name: str, *, is_module: bool) -> None:
@@ -100,10 +104,10 @@ def begin(options: argparse.Namespace) -> None:
 
 def run(arguments: argparse.Namespace) -> NoReturn:
     """Replaces this process by one that runs the script, and accelerates it."""
-    check_script(arguments.script, is_module=arguments.module)
+    script = script_of(arguments)
+    check_script(script[arguments.module], is_module=arguments.module)
     options = [f"--{name}" for name in ("auto", "compare") if getattr(arguments, name)]
     options += [f"--steps={arguments.steps}"] if arguments.steps else []
     parse_options(options)
-    script = [*(["-m"] if arguments.module else []), arguments.script, *arguments.arguments]
     flags = ["-i"] * sys.flags.inspect + ["-u"] * getattr(sys.stdout, "write_through", False)
     os.execv(sys.executable, [*start_rank.command(*flags), "run", *options, *script])

@@ -210,10 +210,9 @@ def _failed() -> str:
         return failure.message.removeprefix("jax_intranode: ").partition(". ")[0]
     if error is None:
         return ""
-    try:
+    text = ""
+    with contextlib.suppress(Exception):  # an exception of the program may have no text
         text = str(error).strip()
-    except Exception:  # an exception of the program may have no text
-        text = ""
     return f"{type(error).__name__}: {text}".splitlines()[0].rstrip(": .")
 
 

@@ -1,6 +1,7 @@
 """``jax.distributed``: its key-value store, its beginning under a launcher, and its end."""
 
 import atexit
+import contextlib
 import ctypes
 import functools
 import inspect
@@ -10,6 +11,7 @@ import time
 import traceback
 from _queue import SimpleQueue  # gevent replaces that of `queue`
 from collections.abc import Callable
+from multiprocessing import parent_process
 from typing import Any
 
 import jax
@@ -25,6 +27,45 @@ def key_value_client() -> Any | None:
     0.10.2 and later: ``jax.distributed`` has no public store.
     """
     return distributed.global_state.client
+
+
+def say(key: str, value: str) -> None:
+    """Sets a key for `said`, and again whenever ``jax.distributed`` is initialised later.
+
+    0.10.2 to 0.12: ``jax.distributed.initialize`` calls a method of a private object.
+    """
+    state = distributed.global_state
+    of_jax = state.initialize
+
+    def tell() -> None:
+        client: Any = state.client
+        for key, value in _said.items():
+            with contextlib.suppress(Exception):
+                place = f"jax_intranode/{key}/{state.process_id}"
+                client.key_value_set(place, value, allow_overwrite=True)
+
+    @functools.wraps(of_jax)
+    def initialize(*args: Any, **kwargs: Any) -> None:
+        of_jax(*args, **kwargs)
+        tell()
+
+    if not _said:
+        state.initialize = initialize  # type: ignore[method-assign]
+    if _said.get(key, "") != value:
+        _said[key] = value
+        if state.client is not None:
+            threads.Thread(tell).join(5)  # the store of a stopped process, or after a fork, hangs
+
+
+_said: dict[str, str] = {}
+
+
+def said(key: str, process: int) -> str:
+    """What a process has set a key to; empty if it has not."""
+    client: Any = distributed.global_state.client
+    with contextlib.suppress(Exception):
+        return str(client.key_value_try_get(f"jax_intranode/{key}/{process}"))
+    return ""
 
 
 def at_end_of_backends(action: Callable[[], None]) -> None:
@@ -216,11 +257,8 @@ def use_service_elsewhere() -> None:
         of_network = [name for name in kwargs if name.startswith(("mtls_", "verify_"))]
         return of_jax(*args, **{k: v for k, v in kwargs.items() if k not in of_network})
 
-    for name, value in (
-        ("get_distributed_runtime_service", lambda *_, **__: None),
-        ("get_distributed_runtime_client", client),
-    ):
-        setattr(_jax, name, value)
+    _jax.get_distributed_runtime_service = lambda *_, **__: None
+    _jax.get_distributed_runtime_client = client
 
 
 def join_at_first_use(arguments: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
@@ -242,13 +280,11 @@ def join_at_first_use(arguments: Callable[[dict[str, Any]], dict[str, Any]]) -> 
     def backends_of_all() -> Any:
         with lock:
             if xla_bridge.backends is backends_of_all:
-                if state.client is None:
+                # A forked process of multiprocessing is a program of its own, as a spawned one.
+                if state.client is None and parent_process() is None:
                     jax.distributed.initialize()
-                setattr(xla_bridge, "backends", backends)  # noqa: B010, or mypy objects
+                xla_bridge.backends = backends
         return backends()
 
-    for owner, name, value in (
-        (state, "initialize", initialize_client),
-        (xla_bridge, "backends", backends_of_all),
-    ):
-        setattr(owner, name, value)
+    state.initialize = initialize_client  # type: ignore[method-assign]
+    xla_bridge.backends = backends_of_all

@@ -2,8 +2,10 @@
 
 All processes must rewrite a program, or none: a process that runs our operation waits for peers
 that run it too. All processes come to a program that is called, some late: they load data first. So
-a call waits as long as a rendezvous. A process may lower a program that the others do not lower
-(``f.lower(...)`` on one rank), which may not cost more than a few seconds.
+a call waits as long as a rendezvous for a process that has said that it has called ``install``. A
+process may lower a program that the others do not lower (``f.lower(...)`` on one rank), and a
+process may have nothing installed: it already waits in JAX's own set-up, which on CPU devices gives
+up after 30 s. Neither may cost more than a few seconds.
 
 So before the first rewriting over a set of devices, each process says in JAX's key-value store that
 it lowers this program, and waits for the others. If all are there, one of them claims the decision
@@ -28,14 +30,25 @@ import jax
 
 from jax_intranode._src.group import key_value_store, rendezvous
 from jax_intranode._src.health import failures, peers
-from jax_intranode._src.jax_private import jaxpr_walk, lax_collectives, lowering_context
+from jax_intranode._src.jax_private import (
+    distributed,
+    jaxpr_walk,
+    lax_collectives,
+    lowering_context,
+)
 from jax_intranode._src.ops.lowering_site import device_ids
 from jax_intranode._src.selection import config
 
 _log = logging.getLogger("jax_intranode")
 
-# Seconds that a process waits for the others where it does not call the program; and when a call
-# has waited in vain for these devices.
+# What processes say that they have called, and what is said of one that has not come.
+INSTALL, INSTALL_AUTO = "install()", "install(auto=True)"
+CALLS = {
+    INSTALL: "has not lowered this program within",
+    INSTALL_AUTO: "has not lowered an auto-sharded program within",
+}
+# Seconds that a process waits for those that have not said so, and for all where it does not call
+# the program; and when a call has waited in vain for these devices.
 FIRST_WAIT_S = 10.0
 LATER_WAIT_S = 1.0
 # How often a process that waits looks whether another one is gone.
@@ -58,12 +71,11 @@ def reason_not_to_rewrite(mesh: jax.sharding.Mesh, body: Any) -> str | None:
         return rendezvous.NOT_HERE
     devices = device_ids(mesh)
     wait_s = LATER_WAIT_S if devices in _met else wait_s_of_program()
-    late = f"has not lowered this program within {wait_s:g} s: {_why_late('install()')}"
     try:
         store = _store(mesh, f"rewrite/{_fingerprint(devices, body)}")
     except RuntimeError as error:
         return str(error)
-    reason = _decide(store, mesh, "", 0 if _met.get(devices) else wait_s, late)
+    reason = _decide(store, mesh, "", 0 if _met.get(devices) else wait_s, INSTALL)
     if reason is None or lowering_context.lowering_for_call():
         _met[devices] = _met.get(devices, False) or reason is None
     if reason is not None:
@@ -103,14 +115,11 @@ def reason_for_no_auto(mesh: jax.sharding.Mesh) -> str | None:
         return rendezvous.NOT_HERE
     key = rendezvous.generation(), device_ids(mesh)
     if key not in _meetings:
-        wait_s = wait_s_of_program()
-        why = _why_late("install(auto=True)")
-        late = f"has not lowered an auto-sharded program within {wait_s:g} s: {why}"
         try:
             store = _store_of_auto(mesh, "meeting")
         except RuntimeError as error:
             return str(error)
-        _meetings[key] = _Meeting(_decide(store, mesh, "", wait_s, late))
+        _meetings[key] = _Meeting(_decide(store, mesh, "", wait_s_of_program(), INSTALL_AUTO))
         _warn_of(_meetings[key])
     return _meetings[key].reason
 
@@ -129,8 +138,7 @@ def same_everywhere(mesh: jax.sharding.Mesh, program: Callable[[], str], taken: 
     meeting = _meetings[rendezvous.generation(), device_ids(mesh)]
     store = _store_of_auto(mesh, f"program/{program()}")
     if not meeting.compared:
-        late = "has not lowered the program that others have lowered"
-        meeting.reason = _decide(store, mesh, taken, wait_s_of_program(), late)
+        meeting.reason = _decide(store, mesh, taken, wait_s_of_program(), INSTALL_AUTO)
         meeting.compared = True
         _warn_of(meeting)
         return meeting.reason
@@ -178,20 +186,18 @@ def _store(mesh: jax.sharding.Mesh, place: str) -> key_value_store.Store:
 
 
 def _decide(
-    store: key_value_store.Store, mesh: jax.sharding.Mesh, said: str, seconds: float, late: str
+    store: key_value_store.Store, mesh: jax.sharding.Mesh, said: str, seconds: float, call: str
 ) -> str | None:
     """Why a program is left as it is; None if it is not. The process that is first decides for all.
 
     It says something, which all must say alike, and waits for the others, unless `seconds` is 0.
-    `late` is what the reason says of a process that does not come.
+    `call` is what a process that does not come may not have called.
     """
     store.claim(f"here/{jax.process_index()}", said)
     decision = ""
     if seconds:
-        missing = _missing(store, mesh, seconds)
-        if missing:
-            decision = f"process {missing[0]} {late}"
-        elif any(
+        decision = _missing(store, mesh, seconds, call)
+        if not decision and any(
             store.wait(f"here/{process}", key_value_store.Deadline(1)) != said
             for process in _processes(mesh)
         ):
@@ -199,11 +205,14 @@ def _decide(
     return store.claim("decision", decision) or None
 
 
-def _missing(store: key_value_store.Store, mesh: jax.sharding.Mesh, seconds: float) -> list[int]:
-    """The processes that have not come in time."""
+def _missing(
+    store: key_value_store.Store, mesh: jax.sharding.Mesh, seconds: float, call: str
+) -> str:
+    """Which process has not come in time; empty if all have come."""
     deadline = key_value_store.Deadline(seconds)
+    first = key_value_store.Deadline(min(seconds, FIRST_WAIT_S))
     report = key_value_store.Deadline(config.get().report_after_s)
-    missing, is_reported = [], False
+    is_reported = False
     for process in _processes(mesh):
         rendezvous.raise_if_failed(mesh.devices.flat)
         ids = tuple(d.id for d in mesh.devices.flat if d.process_index == process)
@@ -215,17 +224,18 @@ def _missing(store: key_value_store.Store, mesh: jax.sharding.Mesh, seconds: flo
             rendezvous.raise_if_failed(mesh.devices.flat)
             if absence:
                 _fail(process, mesh, ids, *absence)
-            if deadline.passed():
-                missing.append(process)
-                break
+            limit = deadline if first.passed() and distributed.said(call, process) else first
+            if limit.passed():
+                late = f"process {process} {CALLS[call]} {limit.seconds:g} s: "
+                return late + _why_late(call)
             if report.passed() and not is_reported:
                 is_reported = True
                 _log.warning(
                     "This process has waited %g s for process %d to lower the same program: %s. "
                     "It goes on without it after %g s.",
-                    *(report.seconds, process, _why_late("install()"), seconds),
+                    *(report.seconds, process, _why_late(call), seconds),
                 )
-    return missing
+    return ""
 
 
 def _fail(

@@ -5,8 +5,8 @@ import inspect
 import threading
 from typing import Any
 
-from jax_intranode._src.jax_private import lowering_hooks
-from jax_intranode._src.rewrite import hook, mode
+from jax_intranode._src.jax_private import distributed, lowering_hooks
+from jax_intranode._src.rewrite import agreement, hook, mode
 from jax_intranode._src.rewrite.auto import rewriting
 from jax_intranode._src.rewrite.auto.program import PIPELINE
 from jax_intranode._src.selection import config
@@ -53,6 +53,8 @@ def install(*, auto: bool = False) -> None:
 
 def uninstall() -> None:
     """Undoes `install`; functions that were compiled with it are compiled again when called."""
+    for call in agreement.CALLS:
+        distributed.say(call, "")
     _installed.auto = False
     mode.enabled.set_global(None)
 
@@ -63,6 +65,8 @@ def _hook(auto: bool) -> None:
     lowering_hooks.hook_lowering(hook.rewrite_body, hook.lower_program)
     if auto:
         lowering_hooks.hook_programs(rewriting.rewrite_program, rewriting.forget)
+    for call in list(agreement.CALLS)[: 1 + auto]:
+        distributed.say(call, "yes")
 
 
 class _Installed:

@@ -15,7 +15,6 @@ import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import IO, Any, NamedTuple, Self
 
 # Ends the ranks when the process that has started them is gone, however it ended. It reads the
@@ -236,12 +235,7 @@ class Job:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exception: Any) -> None:
         self.end()
 
 

@@ -6,7 +6,6 @@ import secrets
 import sys
 import traceback
 from collections.abc import Sequence
-from types import TracebackType
 from typing import Any
 
 import jax
@@ -135,11 +134,9 @@ def _local_devices() -> list[int]:
     return [int(number) for number in os.environ[config.LOCAL_DEVICES].split(",")]
 
 
-def _exit_at_once(
-    kind: type[BaseException], error: BaseException, trace: TracebackType | None
-) -> None:
+def _exit_at_once(*exception: Any) -> None:
     """A `sys.excepthook` that prints the error and ends the process without exit handlers."""
-    traceback.print_exception(kind, error, trace)
+    traceback.print_exception(*exception)
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(1)

@@ -170,15 +170,11 @@ def split(words: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def run_as_main(arguments: Sequence[str], *, is_module: bool) -> None:
-    """Runs a script or a module as ``python SCRIPT ...`` or ``python -m MODULE ...`` does.
+    """Runs the first argument with the others, as ``python [-m] SCRIPT_OR_MODULE ...`` does.
 
     It is the module `__main__` from here on, also when its last line has run: exit handlers and
     threads may need it then, for instance to pickle objects of its classes. (`runpy` takes it away
     again.) What shows an exception that ends it does not see the frames of this file.
-
-    Args:
-        arguments: the script or the module, and its own arguments.
-        is_module: which of the two.
     """
     try:
         # While Python looks for the module, it is not yet the name of its file.
@@ -231,14 +227,12 @@ def _script(name: str) -> tuple[CodeType, dict[str, Any]]:
         return code, _names_of(spec)
     if not sys.flags.safe_path:
         sys.path[0] = str(Path(name).resolve().parent)
-    loader: importlib.machinery.SourceFileLoader | importlib.machinery.SourcelessFileLoader
+    loader: Any = importlib.machinery.SourcelessFileLoader("__main__", path)
     if name.endswith(".pyc"):
-        loader = importlib.machinery.SourcelessFileLoader("__main__", path)
         code = loader.get_code("__main__")
     else:
         loader = importlib.machinery.SourceFileLoader("__main__", path)
         code = loader.source_to_code(loader.get_data(path), path)
-    assert code is not None
     names = {"__file__": path, "__cached__": None, "__loader__": loader, "__package__": None}
     return code, names
 
@@ -262,38 +256,31 @@ def _show_without_own_frames() -> None:
 
     def show(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         sys.excepthook = hook
-        inner, frame = None, trace
-        while frame is not None:
-            if frame.tb_frame.f_code is run_as_main.__code__:
-                inner = frame.tb_next
-            frame = frame.tb_next
-        while inner is not None and _is_of_loader(inner.tb_frame.f_code.co_filename):
-            inner = inner.tb_next
-        sys.last_traceback = inner
-        hook(kind, error.with_traceback(inner), inner)
+        while trace is not None and _is_of_loader(trace.tb_frame.f_code.co_filename):
+            trace = trace.tb_next
+        sys.last_traceback = trace
+        hook(kind, error.with_traceback(trace), trace)
 
     sys.excepthook = show
 
 
 def _is_of_loader(filename: str) -> bool:
-    return filename in (__file__, runpy.__file__) or filename.startswith("<frozen ")
+    own = (main.__code__.co_filename, runpy.__file__)
+    return filename in own or filename.startswith("<frozen ")
 
 
 def _remain_what_it_is(own: list[str]) -> None:
     """Makes the script run by this file when it executes itself again by ``os.execv`` or the like.
 
     Scripts do this to set variables that the dynamic loader reads. It would be a program of its own
-    then: not accelerated, and no rank.
-
-    Args:
-        own: what stands in front of the script in the arguments of this file.
+    then: not accelerated, and no rank. `own` are the arguments of this file before the script.
     """
     pid = os.getpid()
 
     def hook(event: str, arguments: tuple[Any, ...]) -> None:
         if event != "os.exec" or os.getpid() != pid:
             return
-        path, words, env = os.fsdecode(arguments[0]), [*map(os.fsdecode, arguments[1])], None
+        path, words = os.fsdecode(arguments[0]), [*map(os.fsdecode, arguments[1])]
         if not Path(path).exists() or not Path(path).samefile(sys.executable) or __file__ in words:
             return
         at = 1
@@ -301,10 +288,8 @@ def _remain_what_it_is(own: list[str]) -> None:
             at += 2 if words[at] in ("-X", "-W") else 1
         if words[at : at + 1] in ([], ["-c"]):
             return
-        env = dict(os.environ if arguments[2] is None else arguments[2])
-        for name, value in os.environ.items():
-            if name.startswith("JAX_INTRANODE_"):
-                env.setdefault(name, value)
+        own_env = {k: v for k, v in os.environ.items() if k.startswith("JAX_INTRANODE_")}
+        env = own_env | dict(os.environ if arguments[2] is None else arguments[2])
         os.execve(path, [*words[:at], __file__, *own, *words[at:]], env)
 
     sys.addaudithook(hook)

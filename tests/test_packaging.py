@@ -89,6 +89,7 @@ print(json.dumps([names, jax.device_count()]))
     names, devices = json.loads(done.stdout)
     assert devices == 3
     packages = {name.split(".")[0] for name in names} - sys.stdlib_module_names
+    packages.discard("__mp_main__")  # multiprocessing's name of the main module
     assert packages <= {"jax", "jaxlib", "jax_intranode"}
     # Only the command line needs these.
     assert set(names).isdisjoint(

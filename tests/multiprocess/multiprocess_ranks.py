@@ -111,8 +111,9 @@ def run_cases(module: str, names: Sequence[str]) -> None:
             raise
         # All ranks end a case before the next one begins, so a failure is that of its own case.
         key_value_client().wait_at_barrier(f"case {name}", 60_000)
-        jax.clear_caches()  # programs from before do not run after shutdown()
-        jax_intranode.shutdown()
+        if len(jax.devices()) > 2:  # they have more partitions than a slab has regions
+            jax.clear_caches()  # programs from before do not run after shutdown()
+            jax_intranode.shutdown()
         print(f"CASE {name} passed", flush=True)
 
 

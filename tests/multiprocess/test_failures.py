@@ -268,7 +268,7 @@ def falls_back_in_turn(environments: dict[str, list[dict[str, str]]]) -> None:
     before, version = dict(os.environ), jax_intranode.__version__
     for name, variables in environments.items():
         os.environ.update(variables[jax.process_index()])
-        jax_intranode.__version__ = os.environ.get("VERSION", version)
+        rendezvous_lib.__version__ = os.environ.get("VERSION", version)
         config.get.cache_clear()
         print(f"BEGIN {name}", flush=True)
         falls_back()

@@ -205,7 +205,7 @@ int main(int argc, char** argv) {
   std::set<int> ran;  // algorithms
   for (int i = 0; i < rounds; ++i) {
     const int n = static_cast<int>(Pick(2, 3));
-    int32_t algorithm = static_cast<int32_t>(random_bits() % kCount);
+    int32_t algorithm = i % kCount;
     if (i % 40 == 0) algorithm = static_cast<int32_t>(Pick(-1, kCount, 99, INT32_MIN, INT32_MAX));
     const int64_t size = i % 40 == 1 ? Pick(0, 1, -1, -2, 4, INT64_MIN, INT64_MAX) : n;
     const auto segments = static_cast<int32_t>(Pick(1, 1, 1, 2, 4, 3, 0, -2, 64));

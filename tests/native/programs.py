@@ -144,7 +144,7 @@ SOUND = {
     },
     "failed_launch_test": {"quick": ["", "captured", "unclosed"]},
     "gpu_monitor_test": {"quick": ["2000"], "full": ["100000"]},
-    "handler_input_fuzz": {"quick": ["2000"], "full": ["20000"]},
+    "handler_input_fuzz": {"quick": ["5000"], "full": ["20000"]},
     "peer_input_fuzz": {"full": ["300000"]},
     "monitor_test": {"quick": ["quick"], "full": [""]},
     "segment_test": {"quick": [""]},

@@ -34,14 +34,13 @@ Algorithm AlgorithmNamed(const std::string& name) {
 }  // namespace
 
 void ExportLimits(nb::module_& m) {
-  nb::list algorithms, in_segments, with_own_region, dtypes, widths, fields;
+  nb::list algorithms, in_segments, dtypes, widths, fields;
   nb::dict operations, reasons;
   for (Algorithm algorithm : kAlgorithms) {
     const char* const name = AlgorithmName(algorithm);
     algorithms.append(name);
     operations[name] = OperationName(algorithm);
     if (RunsInSegments(algorithm)) in_segments.append(name);
-    if (HasOwnRegion(algorithm)) with_own_region.append(name);
   }
 #define JIN_X(xla_name, numpy_name, sum, extreme) dtypes.append(numpy_name);
   JIN_DTYPES(JIN_X)
@@ -56,11 +55,13 @@ void ExportLimits(nb::module_& m) {
   m.attr("DTYPES") = nb::tuple(dtypes);
   m.attr("FAILURE_REASONS") = reasons;
   m.attr("IN_SEGMENTS") = nb::tuple(in_segments);
-  m.attr("WITH_OWN_REGION") = nb::tuple(with_own_region);
   m.attr("TILE_COLUMNS") = nb::tuple(widths);
   m.attr("PLAN_FIELDS") = nb::tuple(fields);
 
   m.attr("MAX_SEGMENTS") = kMaxSegments;
+  m.def(
+      "has_own_region", [](const std::string& name) { return HasOwnRegion(AlgorithmNamed(name)); },
+      nb::arg("algorithm"), "Whether it has a region of its own, beside that of all others.");
   m.def(
       "segment_packs",
       [](const std::string& name, size_t packs, int world_size, uint32_t segments) {

@@ -125,7 +125,7 @@ def communicator(
     """
     if rendezvous.reason is not None:
         return rendezvous.reason
-    if algorithm is not None and algorithm in definitions.WITH_OWN_REGION:
+    if algorithm is not None and definitions.has_own_region(algorithm):
         groups = dataclasses.replace(groups, permutes=True)
     with rendezvous_lib.lock:
         if groups not in rendezvous.communicators:

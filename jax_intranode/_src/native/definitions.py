@@ -22,8 +22,6 @@ FAILURE_REASONS: dict[str, int] = _host.FAILURE_REASONS
 # The algorithms that can send a large message in segments, and how many at most.
 IN_SEGMENTS: tuple[str, ...] = _host.IN_SEGMENTS
 MAX_SEGMENTS: int = _host.MAX_SEGMENTS
-# The algorithms that have a region of their own, beside that of all others.
-WITH_OWN_REGION: tuple[str, ...] = _host.WITH_OWN_REGION
 
 MAX_WORLD_SIZE: int = _host.MAX_WORLD_SIZE
 # The blocks of a launch, and the threads of a block, at most.
@@ -63,6 +61,8 @@ PLAN_FIELDS: tuple[str, ...] = _host.PLAN_FIELDS
 
 # Functions. Their arguments have the same names in C++.
 
+# (algorithm) -> whether it has a region of its own, beside that of all others.
+has_own_region: Callable[..., bool] = _host.has_own_region
 # (dtype) -> bytes of an element of a dtype that can be summed.
 item_bytes: Callable[..., int] = _host.item_bytes
 # (algorithm, dtype) -> bytes of the packet in which it sends PACK_BYTES of data.

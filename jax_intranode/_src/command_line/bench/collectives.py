@@ -74,7 +74,7 @@ def measure(
     # A sequence of our kernels on one array can be measured there.
     can_be_in_graph = settings.platform == "gpu" and settings.leaves == 1 and not operation.is_mean
     can_be_in_graph = can_be_in_graph and not any(
-        name in definitions.WITH_OWN_REGION for step in operation.steps for name in step.algorithms
+        definitions.has_own_region(name) for step in operation.steps for name in step.algorithms
     )
     if can_be_in_graph and not reasons:
         shards = oracle_of.own_shards(mesh)

@@ -12,7 +12,7 @@ from jax_intranode._src.jax_private import trace_state
 from jax_intranode._src.native import definitions
 from jax_intranode._src.ops import collective, fallback
 from jax_intranode._src.ops.annotations import AxisNames, PyTree
-from jax_intranode._src.ops.collective import AllReduceParams
+from jax_intranode._src.ops.collective import AllReduceParams, Params
 from jax_intranode._src.ops.lowering_site import LoweringSite
 from jax_intranode._src.ops.primitive import Decision, OpPrimitive
 from jax_intranode._src.selection import select
@@ -123,32 +123,41 @@ def _abstract_eval(*xs: Any, params: AllReduceParams) -> list[Any]:
     return [reduced(x) for x in xs]
 
 
-def _decide(
-    primitive: OpPrimitive, site: LoweringSite, avals: Sequence[Any], params: AllReduceParams
+def decide(
+    primitive: OpPrimitive,
+    site: LoweringSite,
+    avals: Sequence[Any],
+    params: Params,
+    most_arrays: int = definitions.MAX_BUFFERS,
 ) -> Decision:
+    """What a call of arrays of one dtype runs as: operations of at most `most_arrays` of them."""
     reason = site.reason_for_lax()
     if reason is not None:
         parts = [(list(range(len(avals))), select.Selection("lax", reason))]
     else:
         assert site.mesh is not None  # or there would be a reason
         shapes = [x.shape for x in avals]
-        parts = operations(primitive.operation, site.mesh, params.axes, shapes, avals[0].dtype)
+        parts = operations(
+            primitive.operation, site.mesh, params.axes, shapes, avals[0].dtype, most_arrays
+        )
 
     def lower(ctx: Any, *xs: Any) -> list[Any]:
         results = list(xs)  # an empty array is its own result
         for chosen, selected in parts:
-            operands = [xs[i] for i in chosen]
+            operands, some = [xs[i] for i in chosen], params.of_some(chosen)
             part = ctx.replace(
                 avals_in=[avals[i] for i in chosen],
                 avals_out=[ctx.avals_out[i] for i in chosen],
             )
             if selected.algorithm == "lax":
-                reduced = collective.lower_to_lax(part, primitive, operands, params, selected)
+                found = collective.lower_to_lax(part, primitive, operands, some, selected)
             else:
-                reduced = collective.lower_to_call(
-                    part, primitive, operands, site.mesh, params.axes, selected
+                found = collective.lower_to_call(
+                    *(part, primitive, operands, site.mesh, params.axes, selected),
+                    attributes=some.attributes(),
+                    detail=some.detail,
                 )
-            for i, result in zip(chosen, reduced, strict=True):
+            for i, result in zip(chosen, found, strict=True):
                 results[i] = result
         return results
 
@@ -184,7 +193,7 @@ def register(
     """Registers the rules of an all-reduce; `jvp` and `transpose` as `OpPrimitive.register`."""
     primitive.register(
         abstract_eval=_abstract_eval,
-        decide=partial(_decide, primitive),
+        decide=partial(decide, primitive),
         jvp=jvp,
         transpose=transpose,
         batch=partial(_batch, primitive),

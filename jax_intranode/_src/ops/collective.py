@@ -5,6 +5,7 @@ rules are in its own file, and may bind the others' primitives.
 """
 
 import operator
+import zlib
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -45,6 +46,19 @@ class Params:
     def by_lax(self, xs: Sequence[Any]) -> list[Any]:
         """What jax.lax computes instead of the primitive."""
         raise NotImplementedError
+
+    def of_some(self, chosen: Sequence[int]) -> "Params":
+        """The parameters of a call of some of the arrays, by their positions."""
+        return self
+
+    def attributes(self) -> dict[str, Any]:
+        """What the operation's handler gets besides."""
+        return {}
+
+    @property
+    def detail(self) -> str:
+        """What tells a call from others of the same operation and types."""
+        return ""
 
     @property
     def family(self) -> Hashable:
@@ -188,6 +202,21 @@ class PpermuteParams(Params):
 
     perms: tuple[Perm, ...]
     world_size: int
+
+    def of_some(self, chosen: Sequence[int]) -> "PpermuteParams":
+        return replace(self, perms=tuple(self.perms[i] for i in chosen))
+
+    def attributes(self) -> dict[str, Any]:
+        """For each array the source of each rank, or -1."""
+        sources = np.full((len(self.perms), self.world_size), -1, np.int64)
+        for member, perm in enumerate(self.perms):
+            for source, destination in perm:
+                sources[member, destination] = source
+        return {"sources": sources.reshape(-1)}
+
+    @property
+    def detail(self) -> str:
+        return f"-{zlib.crc32(repr(self.perms).encode()):08x}"
 
     @property
     def family(self) -> Hashable:

@@ -1,21 +1,17 @@
 """ppermute: each rank gets the operand of one other rank, or zeros."""
 
-import zlib
 from collections.abc import Hashable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import jax
-import numpy as np
 from jax import lax
 
 from jax_intranode._src.native import definitions
 from jax_intranode._src.ops import all_reduce, collective, fallback
 from jax_intranode._src.ops.annotations import AxisNames, PyTree
 from jax_intranode._src.ops.collective import PpermuteParams, ppermute_p
-from jax_intranode._src.ops.lowering_site import LoweringSite
-from jax_intranode._src.ops.primitive import Decision
-from jax_intranode._src.selection import select
 
 
 def ppermute(x: PyTree, axis_name: AxisNames, perm: Sequence[tuple[int, int]]) -> PyTree:
@@ -109,56 +105,6 @@ def _abstract_eval(*xs: Any, params: PpermuteParams) -> list[Any]:
     return list(xs)
 
 
-def _decide(site: LoweringSite, avals: Sequence[Any], params: PpermuteParams) -> Decision:
-    reason = site.reason_for_lax()
-    if reason is not None:
-        parts = [(list(range(len(avals))), select.Selection("lax", reason))]
-    else:
-        assert site.mesh is not None  # or there would be a reason
-        shapes, most = [x.shape for x in avals], definitions.MAX_MEMBERS
-        parts = all_reduce.operations(
-            "ppermute", site.mesh, params.axes, shapes, avals[0].dtype, most
-        )
-
-    def lower(ctx: Any, *xs: Any) -> list[Any]:
-        results = list(xs)  # an empty array is its own result
-        for chosen, selected in parts:
-            operands = [xs[i] for i in chosen]
-            some = replace(params, perms=tuple(params.perms[i] for i in chosen))
-            part = ctx.replace(
-                avals_in=[avals[i] for i in chosen],
-                avals_out=[ctx.avals_out[i] for i in chosen],
-            )
-            if selected.algorithm == "lax":
-                permuted = collective.lower_to_lax(part, ppermute_p, operands, some, selected)
-            else:
-                permuted = collective.lower_to_call(
-                    *(part, ppermute_p, operands, site.mesh, params.axes, selected),
-                    attributes={"sources": _sources(some)},
-                    detail=f"-{zlib.crc32(repr(some.perms).encode()):08x}",
-                )
-            for i, result in zip(chosen, permuted, strict=True):
-                results[i] = result
-        return results
-
-    return Decision(
-        lower,
-        lambda: [
-            collective.operation_of(ppermute_p, [avals[i] for i in chosen], selected)
-            for chosen, selected in parts
-        ],
-    )
-
-
-def _sources(params: PpermuteParams) -> np.ndarray:
-    """For each array the source of each rank, or -1."""
-    sources = np.full((len(params.perms), params.world_size), -1, np.int64)
-    for member, perm in enumerate(params.perms):
-        for source, destination in perm:
-            sources[member, destination] = source
-    return sources.reshape(-1)
-
-
 def _inverse(perm: collective.Perm) -> collective.Perm:
     return collective.pairs_of([(d, s) for s, d in perm])
 
@@ -176,8 +122,7 @@ def _jvp(
     bind: Any, primals: Sequence[Any], tangents: Sequence[Any], params: PpermuteParams
 ) -> tuple[list[Any], list[Any]]:
     def bind_some(*xs: Any, chosen: list[int]) -> list[Any]:
-        some = tuple(params.perms[i] for i in chosen)
-        return list(bind(*xs, params=replace(params, perms=some)))
+        return list(bind(*xs, params=params.of_some(chosen)))
 
     return collective.jvp_some(bind_some, primals, tangents)
 
@@ -191,13 +136,12 @@ def _batch(
 
 
 def _needed(used: list[bool], params: PpermuteParams) -> tuple[list[bool], PpermuteParams]:
-    kept = tuple(perm for perm, needed in zip(params.perms, used, strict=True) if needed)
-    return used, replace(params, perms=kept)
+    return used, params.of_some([i for i, is_used in enumerate(used) if is_used])
 
 
 ppermute_p.register(
     abstract_eval=_abstract_eval,
-    decide=_decide,
+    decide=partial(all_reduce.decide, ppermute_p, most_arrays=definitions.MAX_MEMBERS),
     jvp=_jvp,
     transpose=_transpose,
     batch=_batch,

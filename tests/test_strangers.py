@@ -205,7 +205,7 @@ def test_users_without_a_number_are_others(place: Path) -> None:
     os.chown(theirs, 54321, 54321)
     theirs.chmod(0o1777)
     place.chmod(0o755)
-    done = python("-c", _IN_A_NAMESPACE, theirs)
+    done = python("-P", "-c", _IN_A_NAMESPACE, theirs)
     if "no user namespaces" in done.stdout:
         pytest.skip(done.stdout)
     assert done.returncode == 0, done.stdout

@@ -300,13 +300,18 @@ ffi::Error WithCall(MatmulDeviceSite* site, int32_t device, ffi::RemainingArgs a
 }
 
 // Called at every execution. Only the first call of a site does something. After an error there is
-// no execution on this rank.
+// no execution on this rank. All ranks of a program refuse its wrong call alike, so such a call
+// fails alone. When only this rank can't prepare a call, its peers may have launched theirs: then
+// its group ends.
 ffi::Error Initialize(cudaStream_t stream, int32_t device, MatmulDeviceSite* site,
                       ffi::RemainingArgs args, ffi::RemainingRets rets, ffi::Dictionary) {
-  ffi::Error error = WithCall(
-      site, device, args, rets,
-      [&](const MatmulMember& member, const MatmulCall& call) { site->Prepare(member, call); });
-  return Launched(*site->communicator, device, stream, std::move(error));
+  bool right = false;
+  ffi::Error error =
+      WithCall(site, device, args, rets, [&](const MatmulMember& member, const MatmulCall& call) {
+        right = true;
+        site->Prepare(member, call);
+      });
+  return right ? Launched(*site->communicator, device, stream, std::move(error)) : error;
 }
 
 // Called eagerly, or while XLA captures a graph, or not at all when a graph is replayed.

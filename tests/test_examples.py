@@ -83,7 +83,9 @@ def test_the_model_of_decode_does_not_depend_on_the_devices() -> None:
         for other in others:
             print(*((a == b).all() for a, b in zip(one, other, strict=True)))
     """
-    done = python("-c", program, stderr=subprocess.PIPE, timeout_s=280, PYTHONPATH=str(EXAMPLES))
+    done = python(
+        "-P", "-c", program, stderr=subprocess.PIPE, timeout_s=280, PYTHONPATH=str(EXAMPLES)
+    )
     assert done.returncode == 0, done.stderr
     assert done.stdout.split() == ["True"] * 2 * (2 + 7 * 2 + 2 * 2 + 2), done.stdout
 

@@ -45,7 +45,8 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jax_intranode
-from jax_intranode._src.rewrite.auto import modules, partitioner, rewriting
+from jax_intranode._src.jax_private import hlo
+from jax_intranode._src.rewrite.auto import modules, rewriting
 from jax_intranode._src.selection import table
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
@@ -548,7 +549,7 @@ class Compiled:
             self.program = self.lowered.compile(None if RUNS else WITHOUT_KERNELS)
             self.compiling = time.perf_counter() - start
         self.text = self.program.as_text() or ""
-        leaves = partitioner.leaves_of(self.text, mesh_size(arguments))
+        leaves = hlo.leaves_of(self.text, mesh_size(arguments))
         if leaves is None:
             raise Different("a collective is not understood")
         # On GPUs XLA orders and splits dimensions as its layouts need, which it chooses later.

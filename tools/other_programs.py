@@ -98,12 +98,12 @@ def take_twice(module: Any, dumped: Path) -> None:
 
 def of_xla(files: set[Path], devices: int) -> dict[str, Counter[str]]:
     """The kinds of XLA's collectives in the programs that XLA wrote, by the function, by arrays."""
-    from jax_intranode._src.rewrite.auto import partitioner
+    from jax_intranode._src.jax_private import hlo
 
     found = {}
     for file in sorted(files):
         if match := re.fullmatch(r"module_\d+\.(jit_.*?)\..*after_optimizations\.txt", file.name):
-            leaves = partitioner.leaves_of(file.read_text(), devices)
+            leaves = hlo.leaves_of(file.read_text(), devices)
             assert leaves is not None
             found[match[1]] = max(
                 found.get(match[1], Counter()),

@@ -29,7 +29,7 @@ from tiers import full
 
 import jax_intranode
 from jax_intranode._src.health import call_sites
-from jax_intranode._src.jax_private import lowering_hooks
+from jax_intranode._src.jax_private import hlo, lowering_hooks
 from jax_intranode._src.ops import fallback
 from jax_intranode._src.rewrite.auto import (
     groups,
@@ -808,7 +808,7 @@ def test_a_norm_behind_a_sum(norm: Any, is_divided: bool, norms_are_fused: None)
     ],
 )
 def test_groups_of_hlo(text: str, axes: set[str] | None) -> None:
-    groups = partitioner.groups_of_text(text, 4)
+    groups = hlo.groups_of_text(text, 4)
     found = groups and partitioner.axes_of_groups(
         frozenset(groups), ("data", "model"), np.arange(4).reshape(2, 2)
     )

@@ -19,7 +19,7 @@ from tiers import quick
 sys.path.insert(0, str(Path(__file__).parents[2] / "tools"))
 import auto_corpus
 
-from jax_intranode._src.rewrite.auto import partitioner
+from jax_intranode._src.jax_private import hlo
 
 
 @pytest.fixture(autouse=True)
@@ -75,7 +75,7 @@ def test_einsums(seed: int) -> None:
     ],
 )
 def test_collectives_of_gpus(text: str, shapes: list[tuple[int, ...]]) -> None:
-    leaves = partitioner.leaves_of(f"  %found = {text}, channel_id=1\n", 2)
+    leaves = hlo.leaves_of(f"  %found = {text}, channel_id=1\n", 2)
     assert leaves is not None
     assert [leaf.shape for leaf in leaves] == shapes
 
@@ -84,7 +84,7 @@ def test_flattened_sums_are_compared_by_elements() -> None:
     groups = frozenset({frozenset({0, 1})})
 
     def leaves(*shapes: tuple[int, ...], kind: str = "all-reduce") -> Counter[Any]:
-        return Counter(partitioner.Leaf(kind, groups, "f32", shape) for shape in shapes)
+        return Counter(hlo.Leaf(kind, groups, "f32", shape) for shape in shapes)
 
     before = leaves((13,), (2, 4))
     assert not auto_corpus.added(before, leaves((12,)))

@@ -12,9 +12,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from jax_intranode._src.command_line import machine
+from jax_intranode._src.command_line import acceleration, machine, start_rank
 from jax_intranode._src.command_line import run as run_command
-from jax_intranode._src.command_line.launcher import start_rank
 from jax_intranode._src.command_line.launcher.job import ABORT_S, Job, Streams
 from jax_intranode._src.command_line.launcher.output import RankOutput, Screen, Stream
 from jax_intranode._src.command_line.launcher.own_files import make_own_directory
@@ -304,7 +303,7 @@ def _program(arguments: argparse.Namespace) -> list[str]:
     what = words = run_command.script_of(arguments)
     if words[:1] == ["run"]:
         options, what = start_rank.split(words[1:])
-        run_command.parse_options(options)
+        acceleration.parse_options(options)
         words = ["run", *options, *what]
     is_module = what[:1] == ["-m"]
     if not what[is_module:]:

@@ -1,12 +1,18 @@
-"""Counts the collectives in the texts of programs: StableHLO, as lowered, and HLO, as compiled.
+"""Reads the collectives in the texts of programs: StableHLO, as lowered, and HLO, as compiled.
 
 XLA merges operations of several arrays and splits them again, so arrays are counted where one
 operation may take several.
 """
 
 import functools
+import itertools
+import math
 import re
 from collections import Counter
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
 
 # XLA's names of the collectives. All-to-alls of one array may have many operands: count one.
 OF_MANY_ARRAYS = ("all-reduce", "all-gather", "reduce-scatter", "collective-permute")
@@ -22,6 +28,21 @@ _IN_STABLEHLO = re.compile(
 )
 _FUNCTION = re.compile(r'func\.func (?:\w+ )?@("[^"]+"|[\w.$-]+)\(')
 _CALL = re.compile(r'\bcall @("[^"]+"|[\w.$-]+)\(')
+# The attribute "plan" of a custom call, and one of its fields, as a lowered module shows them.
+_PLAN = re.compile(r"\bplan = \{([^{}]*)\}")
+_PLAN_FIELD = re.compile(r"(\w+) = (\d+|true|false)\b")
+_COLLECTIVE = re.compile(
+    rf"= (\(.*?\)|\S+) ({_KIND})(-start)?\(([^()]*).*?"
+    r"(?:(?:replica_groups|source_target_pairs)=(\{\}|\{\{[\d,{}]*\}\}|\[[\d,]*\]<=\[[\d,]*\](?:T\([\d,]*\))?"
+    r"|mesh\[[^\]]*\](?:, device_ids=\([^ ]*\))? \{[^}]*\}))"
+)
+_ARRAY = re.compile(r"([a-z]\w*)\[([\d,]*)\]")
+_IOTA = re.compile(r"\[([\d,]*)\]<=\[([\d,]*)\](?:T\(([\d,]*)\))?")
+_MESH = re.compile(
+    r"mesh\[([^\]]*)\](?:, device_ids=\((\[[\d,]*\](?:T\([\d,]*\))?)\))? \{([^}]*)\}"
+)
+_SIZE = re.compile(r"'([^']*)'=(\d+)")
+_PART = re.compile(r"'([^']*)'(?::\((\d+)\)(\d+))?")
 
 
 def through_hlo(module: bytes) -> bytes:
@@ -67,3 +88,102 @@ def in_lowered(text: str) -> Counter[str]:
 
 def _arrays(kind: str, operands: str) -> int:
     return max(1, operands.count("%")) if kind in OF_MANY_ARRAYS else 1
+
+
+def plans_in(text: str) -> list[dict[str, int]]:
+    """The plans of the overlapped matmuls of a StableHLO module."""
+    return [
+        {name: int({"true": 1, "false": 0}.get(value, value)) for name, value in fields}
+        for fields in map(_PLAN_FIELD.findall, _PLAN.findall(text))
+    ]
+
+
+# What the collectives of a compiled program make, and among which devices.
+
+
+@dataclass(frozen=True)
+class Leaf:
+    """An array that a collective of a compiled program makes.
+
+    Attributes:
+        kind: XLA's name of the collective.
+        groups: its groups, by the positions of devices.
+        dtype: XLA's name of the dtype.
+        shape: the shape.
+    """
+
+    kind: str
+    groups: frozenset[frozenset[int]]
+    dtype: str
+    shape: tuple[int, ...]
+
+
+def leaves_of(text: str, devices: int) -> list[Leaf] | None:
+    """The arrays of all collectives of a compiled program; None if one is not understood.
+
+    Args:
+        text: the program's HLO.
+        devices: how many devices it is for.
+    """
+    found = []
+    counted = in_compiled(text)
+    for match in _COLLECTIVE.finditer(text):
+        types, kind, start, given, attribute = match.groups()
+        groups = groups_of_text(attribute, devices)
+        if groups is None:
+            return None
+        arrays = [(dtype, tuple(_numbers(shape))) for dtype, shape in _ARRAY.findall(types)]
+        count = given.count("%")
+        if start and len(arrays) > count:  # the operands, the results, and perhaps other values
+            arrays = arrays[count : 2 * count]
+        if kind not in OF_MANY_ARRAYS:
+            arrays = arrays[:1]
+        found += [Leaf(kind, frozenset(groups), *array) for array in arrays]
+    if sum(counted[kind] for kind in KINDS) != len(found):
+        return None
+    return found
+
+
+def _numbers(text: str) -> list[int]:
+    return [int(n) for n in text.split(",") if n]
+
+
+def groups_of_text(text: str, count: int) -> set[frozenset[int]] | None:
+    """The groups of the attribute replica_groups; of a permutation, who sends to whom."""
+    if text == "{}":
+        return {frozenset(range(count))}
+    if text.startswith("{{"):
+        return {frozenset(_numbers(group)) for group in text[2:-2].split("},{")}
+    if iota := _IOTA.fullmatch(text):
+        ids = _iota(iota[2], iota[3])
+        return {frozenset(map(int, group)) for group in ids.reshape(_numbers(iota[1]))}
+    if mesh := _MESH.fullmatch(text):
+        sizes = {name: int(size) for name, size in _SIZE.findall(mesh[1])}
+        # Of each chosen part of an axis: the parts before it, and those up to its end.
+        chosen = [(name, int(pre or 1), int(of or 0)) for name, pre, of in _PART.findall(mesh[3])]
+        chosen = [(name, pre, pre * of or sizes[name]) for name, pre, of in chosen]
+        shape: list[int] = []
+        along: list[int] = []
+        for name, size in sizes.items():
+            own = [part[1:] for part in chosen if part[0] == name]
+            for start, end in itertools.pairwise(sorted({1, size, *itertools.chain(*own)})):
+                if (start, end) in own:
+                    along.append(len(shape))
+                shape.append(end // start)
+        ids = np.arange(count)
+        if mesh[2]:
+            order = re.fullmatch(r"\[([\d,]*)\](?:T\(([\d,]*)\))?", mesh[2])
+            assert order is not None  # as in _MESH
+            ids = _iota(order[1], order[2])
+        if ids.size != math.prod(shape):
+            return None
+        moved = np.moveaxis(ids.reshape(shape), along, range(-len(along), 0))
+        size = math.prod(shape[i] for i in along)
+        return {frozenset(map(int, group)) for group in moved.reshape(-1, size)}
+    return None
+
+
+def _iota(dimensions: str, order: str | None) -> Any:
+    shape = _numbers(dimensions)
+    ids = np.arange(int(np.prod(shape))).reshape(shape)
+    return (ids.transpose(_numbers(order)) if order else ids).reshape(-1)

@@ -2,7 +2,6 @@
 
 import dataclasses
 import math
-import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -19,6 +18,7 @@ from jax_intranode._src.command_line.bench.operations import MATMULS, Matmul, Sh
 from jax_intranode._src.command_line.bench.oracle import Data
 from jax_intranode._src.command_line.bench.settings import Settings
 from jax_intranode._src.group import rendezvous as rendezvous_lib
+from jax_intranode._src.jax_private import hlo
 from jax_intranode._src.selection import tuning
 from jax_intranode._src.selection.overlap import choice
 from jax_intranode._src.selection.overlap.plan import Plan
@@ -30,10 +30,6 @@ _MAX_CHAIN = 64
 CHAINS = 2
 # The shortest time that a call is assumed to take.
 _LEAST_CALL_S = 10e-6
-
-# The attribute "plan" of a custom call, and one of its fields, as a lowered module shows them.
-_PLAN = re.compile(r"\bplan = \{([^{}]*)\}")
-_PLAN_FIELD = re.compile(r"(\w+) = (\d+|true|false)\b")
 
 
 def measure(
@@ -56,7 +52,7 @@ def measure(
     ours, by_lax = (_call(mesh, f, backward, data) for f in (matmul.ours, matmul.lax))
     chosen = jax_intranode.explain(ours.program(mesh))(ours.moving, *ours.fixed).own
     algorithms = {call.algorithm for call in chosen} or {"none"}
-    plans = plans_in(ours.program(mesh).lower(ours.moving, *ours.fixed).as_text())
+    plans = hlo.plans_in(ours.program(mesh).lower(ours.moving, *ours.fixed).as_text())
     fallback = next((call.reason for call in chosen if call.algorithm == "lax"), None)
 
     checked = oracle.fields(label, *_check(mesh, matmul, backward, data, ours, by_lax))
@@ -71,7 +67,7 @@ def measure(
             lowered = as_shipped.program(mesh).lower(as_shipped.moving, *as_shipped.fixed)
             runs["shipped"] = chain(mesh, as_shipped, length).run
             runs["shipped"]()  # lowers it
-        shipped = "other plan" if plans_in(lowered.as_text()) != plans else "same plan"
+        shipped = "other plan" if hlo.plans_in(lowered.as_text()) != plans else "same plan"
         del as_shipped, lowered
     del data, ours, by_lax, calls
     times, handler_calls = timing.compare(
@@ -114,14 +110,6 @@ def measure(
         "shipped_time_us": None if shipped is None else times["shipped"].p50,
     }
     return row, fallback
-
-
-def plans_in(module: str) -> list[dict[str, int]]:
-    """Returns the plans of the overlapped matmuls in the text of a lowered module."""
-    return [
-        {name: int({"true": 1, "false": 0}.get(value, value)) for name, value in fields}
-        for fields in map(_PLAN_FIELD.findall, _PLAN.findall(module))
-    ]
 
 
 # Calls.

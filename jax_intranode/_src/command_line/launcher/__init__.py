@@ -5,8 +5,7 @@ The parent process:
     service: JAX's coordination service, which tells the ranks of each other.
     runs: runs whose output goes to files, of commands and of functions of this package.
     output: a rank's output as `python -m jax_intranode launch` (command_line/launch.py) shows it.
-Each rank:
-    start_rank: the program that `launch` and `run` start, which runs the user's script.
+Each rank (`launch` starts them as command_line/start_rank.py, which runs the user's script):
     rank: how a rank joins the others.
     all_ranks: the program that `runs.run_function` starts, and numbers that ranks exchange.
 

@@ -8,6 +8,7 @@ from jax.extend.mlir import ir
 
 from jax_intranode._src.health import call_sites
 from jax_intranode._src.jax_private import jaxpr_walk
+from jax_intranode._src.jax_private.mlir_text import source_of
 from jax_intranode._src.ops import norm_rules
 from jax_intranode._src.ops.lowering_site import LoweringSite
 from jax_intranode._src.rewrite.auto.groups import Group
@@ -20,7 +21,7 @@ from jax_intranode._src.rewrite.auto.modules import (
     walk,
 )
 from jax_intranode._src.rewrite.auto.plans import partition_spec
-from jax_intranode._src.rewrite.auto.program import Program, source_of
+from jax_intranode._src.rewrite.auto.program import Program
 from jax_intranode._src.rewrite.jaxprs import rewrite_shard_map
 
 _NORMS = frozenset(each.plain for each in norm_rules.PRIMITIVES.values())

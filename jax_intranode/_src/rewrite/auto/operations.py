@@ -14,25 +14,12 @@ from jax import lax
 from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import stablehlo
 
-from jax_intranode._src.operations import COLLECTIVE, EXCHANGED, of_kind
+from jax_intranode._src.jax_private import mlir_text
+from jax_intranode._src.operations import COLLECTIVE, of_kind
 from jax_intranode._src.rewrite.auto import partitioner, plans
 from jax_intranode._src.rewrite.auto.modules import dot_dimensions, integer, splat
 from jax_intranode._src.rewrite.auto.plans import Axes, Gather, Labels, Plan, Sum
 from jax_intranode._src.rewrite.auto.program import Program
-
-
-def _element_type(dtype: str) -> str:
-    """How MLIR spells a dtype."""
-    if dtype.startswith("float8_"):
-        return f"f8{dtype.removeprefix('float8_').upper()}"
-    named = {"bool": "i1", "bfloat16": "bf16"}
-    return named.get(dtype) or dtype.replace("float", "f").replace("int", "i")
-
-
-# By their names in MLIR. Not complex ones: MLIR's bindings can't read their constants, for instance
-# the number at which a sum begins.
-_DTYPES = {_element_type(dtype): dtype for dtype in EXCHANGED if not dtype.startswith("complex")}
-
 
 UNKNOWN_DTYPE = "a dtype, such as complex64, that is not replaced in auto-sharded programs"
 UNEVEN = "a dimension that the axes do not divide"
@@ -101,7 +88,7 @@ def aval(value: Any) -> Any | None:
         ranked = ir.RankedTensorType(value.type)
     except ValueError:
         return None
-    name = _DTYPES.get(str(ranked.element_type))
+    name = mlir_text.dtype_of(ranked)
     if name is None or any(ranked.is_dynamic_dim(i) for i in range(ranked.rank)):
         return None
     if jax.dtypes.canonicalize_dtype(name) != name:  # 64 bits, traced when they were enabled

@@ -6,7 +6,6 @@ Everything is read by the types of MLIR's Python bindings.
 
 import contextlib
 import math
-import re
 from collections import Counter
 from collections.abc import Iterator
 from typing import Any
@@ -391,16 +390,3 @@ def _per_value(operation: Any, name: str, index: int) -> Any:
     if name not in operation.attributes:
         return None
     return list(sdy.TensorShardingPerValueAttr(operation.attributes[name]).shardings)[index]
-
-
-# The innermost frame of a location, which JAX has made of the user's frames only.
-_FRAME = re.compile(r'(?:"([^"]*)"\()?"([^"]+)":(\d+):')
-
-
-def source_of(operation: Any) -> str:
-    """The user's line that an operation comes from, as file:line (function), or "unknown"."""
-    found = _FRAME.search(str(operation.location))
-    if found is None:
-        return "unknown"
-    function = (found[1] or "").rpartition("<locals>.")[2]
-    return f"{found[2]}:{found[3]}" + (f" ({function})" if function else "")

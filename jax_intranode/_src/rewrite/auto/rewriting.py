@@ -11,7 +11,6 @@ import hashlib
 import json
 import logging
 import math
-import re
 import threading
 import weakref
 from collections import Counter
@@ -25,6 +24,7 @@ from jax.extend.mlir import ir
 from jax_intranode._src.group import rendezvous
 from jax_intranode._src.health import failures
 from jax_intranode._src.jax_private import lax_collectives, lowering_hooks, trace_state
+from jax_intranode._src.jax_private.mlir_text import same_in_all_processes, source_of
 from jax_intranode._src.ops import fallback
 from jax_intranode._src.ops.lowering_site import LoweringSite
 from jax_intranode._src.rewrite import agreement, mode, norms
@@ -38,7 +38,7 @@ from jax_intranode._src.rewrite.auto.modules import (
     operations,
 )
 from jax_intranode._src.rewrite.auto.operations import Found, find
-from jax_intranode._src.rewrite.auto.program import NOTHING_SHARDED, Program, source_of
+from jax_intranode._src.rewrite.auto.program import NOTHING_SHARDED, Program
 from jax_intranode._src.selection import config
 
 _log = logging.getLogger("jax_intranode")
@@ -63,8 +63,6 @@ _TAKES_SHARDS = frozenset(
     }
 )
 _SHARED = "another operation that needs the same gathered array is left"
-# Constants; and the address of a function of JAX's custom_partitioning, which a call of it has.
-_OF_A_PROCESS = re.compile(r'dense<[^>]*>|backend_config = "\d+"')
 
 
 @dataclass(frozen=True)
@@ -292,8 +290,8 @@ class _Rewriting:
 
     def _fingerprint(self) -> str:
         """Identifies the program in all processes, without what differs between them."""
-        text = str(self._lowered.operation.get_asm(large_elements_limit=4))
-        return hashlib.sha256(_OF_A_PROCESS.sub("", text).encode()).hexdigest()[:16]
+        text = same_in_all_processes(self._lowered)
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
 
     def _finish(self) -> str | None:
         """Gives the outcome its module; returns why the program is left, or None."""

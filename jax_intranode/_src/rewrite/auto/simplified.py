@@ -10,7 +10,7 @@ from typing import Any
 from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import sdy, stablehlo
 
-from jax_intranode._src.jax_private import hlo
+from jax_intranode._src.jax_private import hlo, mlir_text
 from jax_intranode._src.rewrite.auto.modules import (
     Unsuitable,
     as_bytecode,
@@ -129,7 +129,7 @@ def _make_ifs(main: Any) -> None:
         if len(case.regions) != 2 or index is None or index.name != "stablehlo.convert":
             continue
         chosen = index.operands[0]
-        if str(ir.RankedTensorType(chosen.type).element_type) != "i1":
+        if mlir_text.dtype_of(ir.RankedTensorType(chosen.type)) != "bool":
             continue
         inside = [operation for block in inner_blocks(case) for operation in operations(block)]
         if all(map(_is_cheap, inside)):

@@ -5,7 +5,8 @@ Command line: ``[rank] [run [OPTION...]] [-m] SCRIPT ...``. With `rank` the proc
 
 It is run as a file and imports the standard library only, so that the script imports JAX itself,
 after it has set environment variables that JAX reads when it is imported. As soon as JAX has been
-imported, `rank.join_at_first_use` makes the process a rank, and `run.begin` accelerates it.
+imported, `rank.join_at_first_use` makes the process a rank, and `acceleration.begin` accelerates
+it.
 """
 
 import builtins
@@ -82,9 +83,9 @@ def main() -> None:
 
             rank.join_at_first_use()
         if accelerated:
-            # A command of the layer above, which this program stands in for.
-            run = importlib.import_module("jax_intranode._src.command_line.run")
-            run.begin(run.parse_options(options))
+            from jax_intranode._src.command_line import acceleration
+
+            acceleration.begin(acceleration.parse_options(options))
 
     def import_package() -> None:
         # If it is our package that has imported JAX, it is not complete yet, and this does nothing.
@@ -98,7 +99,7 @@ def main() -> None:
             ) from None
 
     if importlib.util.find_spec("jax_intranode") is None:
-        sys.path.append(str(Path(__file__).resolve().parents[4]))
+        sys.path.append(str(Path(__file__).resolve().parents[3]))
     sys.meta_path.insert(0, _AfterImport({"jax": import_package, "jax_intranode": begin}))
     if "jax" in sys.modules:  # something has imported it when Python started
         import_package()

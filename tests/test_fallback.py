@@ -2,7 +2,9 @@
 
 import functools
 import logging
+import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -15,6 +17,7 @@ from jax.sharding import PartitionSpec as P
 
 import jax_intranode
 from jax_intranode import all_gather_matmul, matmul_reduce_scatter, psum
+from jax_intranode._src import reasons
 from jax_intranode._src.ops import fallback
 
 N = len(jax.devices())
@@ -143,3 +146,23 @@ def test_settings_of_jax_do_not_turn_our_functions_off(setting: Any) -> None:
         assert values_and_algorithms() == usual
     algorithms = [algorithm for _, of_call in usual.values() for _, algorithm in of_call]
     assert len(algorithms) >= len(usual) and "lax" not in algorithms
+
+
+def test_reasons_are_worded_in_one_place() -> None:
+    """Each is used, and no other file has its text, or the text between two of its values."""
+    own = Path(reasons.__file__)
+    others = {p: p.read_text() for p in own.parent.rglob("*.py") if p != own}
+    constants = {n: r for n, r in vars(reasons).items() if isinstance(r, reasons.Reason)}
+    assert len(constants) > 90
+    for name, reason in constants.items():
+        assert any(re.search(rf"\b{name}\b", text) for text in others.values()), name
+        longest = max(re.split(r"\{.*?\}", reason), key=len)
+        if len(longest.split()) > 4:
+            assert not [p.name for p, text in others.items() if f'"{longest}' in text], name
+
+
+def test_a_reason_keeps_its_cause() -> None:
+    filled = reasons.TOO_MANY_RANKS.of(ranks=9, most=8)
+    assert filled == "a group of 9 ranks; at most 8 are supported"
+    assert reasons.cause_of(filled) == reasons.UNSUPPORTED
+    assert reasons.cause_of("of another process") == reasons.REFUSED

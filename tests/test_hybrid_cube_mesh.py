@@ -20,6 +20,7 @@ from devices import need_devices
 from test_topology import DGX1, make_reports
 
 import jax_intranode
+from jax_intranode._src import reasons
 from jax_intranode._src.command_line.launcher.runs import RankError
 from jax_intranode._src.group import communicator, key_value_store, rendezvous, slabs, topology
 from jax_intranode._src.group import partition as partition_lib
@@ -123,8 +124,8 @@ def test_what_groups_run() -> None:
     assert choose("psum", ("pair",)).algorithm == "one_shot"
     for operation in ("psum_scatter", "all_gather", "all_to_all"):
         chosen = choose(operation, ("pair", "quad"))
-        assert chosen.algorithm == "lax" and chosen.cause == select.UNSUPPORTED
-        assert chosen.reason == f"{operation} on a hybrid cube mesh: only psum has kernels"
+        assert chosen.algorithm == "lax" and chosen.cause == reasons.UNSUPPORTED
+        assert chosen.reason == reasons.HYBRID_CUBE_MESH
     assert "are faster than lax" in choose("psum", ("pair", "quad"), 1 << 20).reason
 
     # Operations of other kinds ask for a communicator only.
@@ -147,7 +148,7 @@ def test_a_forced_algorithm_is_refused(monkeypatch: pytest.MonkeyPatch, algorith
     monkeypatch.setenv("JAX_INTRANODE_ALGORITHM", algorithm)
     config.get.cache_clear()
     chosen = chooser("psum", mesh_of(range(8)), ("x",), np.dtype(np.float32))(400)
-    assert chosen.algorithm == "lax" and chosen.cause == select.REFUSED
+    assert chosen.algorithm == "lax" and chosen.cause == reasons.REFUSED
     assert f"JAX_INTRANODE_ALGORITHM={algorithm} needs a link between each pair" in chosen.reason
 
 

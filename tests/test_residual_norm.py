@@ -16,6 +16,7 @@ from jax.sharding import PartitionSpec as P
 from tiers import full
 
 import jax_intranode
+from jax_intranode._src import reasons
 from jax_intranode._src.native import definitions
 from jax_intranode._src.selection import select
 
@@ -261,7 +262,7 @@ def test_selection() -> None:
     assert chosen(1, 8192, world_size=1).algorithm == "lax"
     assert chosen(0, 8192).algorithm == "lax"
     no_room = chosen(1, 16384, epoch_buffer_bytes=1 << 10)
-    assert no_room.algorithm == "lax" and no_room.cause == select.REFUSED
+    assert no_room.algorithm == "lax" and no_room.cause == reasons.REFUSED
     # One-shot needs less for one row.
     assert chosen(1, 1024, epoch_buffer_bytes=2048, algorithm="two_shot").algorithm == (
         "one_shot_rms_norm"

@@ -18,7 +18,7 @@ from test_rewriting import N, names, normal, rewritten
 
 import jax_intranode
 from jax_intranode._src.operations import RECORDS
-from jax_intranode._src.rewrite import sums
+from jax_intranode._src.rewrite import collectives, sums
 from jax_intranode._src.rewrite.body import Body
 from jax_intranode._src.selection import table
 
@@ -144,7 +144,7 @@ def test_a_permute_that_xla_can_overlap_stays(monkeypatch: pytest.MonkeyPatch) -
     large = jax.ShapeDtypeStruct((N * 513, 512), jnp.float32)  # more than 1 MiB on each device
     small = jax.ShapeDtypeStruct((N * 8, 8), jnp.float32)
     monkeypatch.setattr(sums, "_on_gpus", lambda body: True)
-    with mock.patch("jax_intranode._src.rewrite.collectives._left_by_selection", return_value=None):
+    with mock.patch.object(collectives, "_reason_of_selection", return_value=None):
         for body, operand, left in (
             (ring, large, True),
             (ring, small, False),

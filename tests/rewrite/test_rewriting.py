@@ -204,7 +204,7 @@ LEFT: dict[str, tuple[Callable[[Any], Any], str]] = {
     ),
     "too_large": (lambda v: lax.psum(jnp.tile(v, (1, 1 << 20)), "x"), "faster than lax"),
     "dtype": (lambda v: lax.psum(v.astype(jnp.complex64), "x").real, "dtype complex64"),
-    "empty": (lambda v: lax.psum(v[:, :0], "x").sum() + v, "empty arrays"),
+    "empty": (lambda v: lax.psum(v[:, :0], "x").sum() + v, "psum of no elements"),
 }
 
 

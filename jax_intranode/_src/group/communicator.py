@@ -12,6 +12,7 @@ from itertools import combinations
 import jax
 import numpy as np
 
+from jax_intranode._src import reasons
 from jax_intranode._src.group import rendezvous as rendezvous_lib
 from jax_intranode._src.group import slabs, topology
 from jax_intranode._src.group.agreed import Rendezvous, native_ordinal
@@ -137,27 +138,24 @@ def communicator(
         and topology_of(rendezvous, groups) is cube_mesh
         and algorithm != cube_mesh.value
     ):
-        return "only psum has kernels for a hybrid cube mesh"
+        return reasons.HYBRID_CUBE_MESH
     return reason
 
 
 def _create(rendezvous: Rendezvous, groups: Partition) -> str | None:
     if groups.group_size > definitions.MAX_WORLD_SIZE:
         most = definitions.MAX_WORLD_SIZE
-        return f"a group of {groups.group_size} ranks; at most {most} are supported"
+        return reasons.TOO_MANY_RANKS.of(ranks=groups.group_size, most=most)
     for group in groups.groups():
         first, *others = dict.fromkeys(rendezvous.hosts[i] for i in group)
         if others:
-            return f"group {group} spans hosts: its processes are {first.difference(others[0])}"
+            return reasons.HOSTS.of(group=group, difference=first.difference(others[0]))
     reason = _reason_of_links(rendezvous, groups)
     if reason is not None:
         return reason
     region = _claim_region(rendezvous, groups)
     if region is None:
-        return (
-            f"the slab's {slabs.REGIONS} regions serve other groups of these devices; a "
-            "program can use that many partitions of a mesh, and permutes take one more for each"
-        )
+        return reasons.REGIONS.of(regions=slabs.REGIONS)
     module = extension.module(rendezvous.platform)
     module.create_communicator(
         list(groups.device_ids),
@@ -200,10 +198,7 @@ def _reason_of_links(rendezvous: Rendezvous, groups: Partition) -> str | None:
     for group in groups.groups():
         for i, j in combinations(group, 2):
             if not rendezvous.are_linked(i, j):
-                return (
-                    f"devices {i} and {j} of group {list(group)} have no link to each other "
-                    "(hybrid cube mesh)"
-                )
+                return reasons.NO_LINK.of(first=i, second=j, group=list(group))
     return None
 
 

@@ -20,6 +20,7 @@ from typing import Any
 
 import jax
 
+from jax_intranode._src import reasons
 from jax_intranode._src.group import agreed, key_value_store, log_line
 from jax_intranode._src.group import slabs as slabs_lib
 from jax_intranode._src.group import topology as topology_lib
@@ -41,7 +42,6 @@ _PROTOCOL = 10
 
 _SHARED_MEMORY = Path("/dev/shm")
 # Why this process can't take part.
-NOT_HERE = "this process has none of these devices"
 
 # Guards every rendezvous, and what follows from it.
 lock = threading.RLock()
@@ -123,9 +123,9 @@ def _after_fork() -> None:
 
 def _perform(rendezvous: Rendezvous, processes: list[int]) -> None:
     """Fills in the rendezvous, or its reason."""
-    rendezvous.reason = "the rendezvous of its processes was interrupted"
+    rendezvous.reason = reasons.INTERRUPTED
     if jax.process_index() not in processes:
-        rendezvous.reason = NOT_HERE
+        rendezvous.reason = reasons.NOT_HERE
         return
     deadline = key_value_store.Deadline(config.get().meeting_s)
     name = hashlib.sha256(repr(tuple(rendezvous.devices)).encode()).hexdigest()[:16]
@@ -254,7 +254,7 @@ def _hello(rendezvous: Rendezvous) -> dict[str, Any]:
     """What a process says about itself: versions, settings and its devices."""
     module = extension.module(rendezvous.platform)
     if config.get().disable:
-        return {"error": "JAX_INTRANODE_DISABLE=1"}
+        return {"error": reasons.DISABLED}
     if module is None:
         what = (
             "CUDA kernels" if rendezvous.platform == "gpu" else f"kernels for {rendezvous.platform}"
@@ -303,7 +303,7 @@ def _hello(rendezvous: Rendezvous) -> dict[str, Any]:
 def _reason_for_no_matmuls(rendezvous: Rendezvous, hellos: list[dict[str, Any]]) -> str | None:
     """Why collective matmuls are not overlapped on these devices, or None."""
     if rendezvous.platform == "cpu":
-        return "CPU devices"
+        return reasons.CPU_DEVICES
     facts = [device["facts"] for hello in hellos for device in hello["devices"]]
     kinds = [device.device_kind for device in rendezvous.devices.values()]
     known = [records.from_json(profiles.GpuFacts, of_one) for of_one in facts]
@@ -313,13 +313,13 @@ def _reason_for_no_matmuls(rendezvous: Rendezvous, hellos: list[dict[str, Any]])
         return profile
     versions = {hello["matmuls"] for hello in hellos}
     if 0 in versions:
-        return "cuBLASLt was not found"
+        return reasons.NO_CUBLAS
     if len(versions) > 1:
-        return f"processes have different versions of cuBLASLt: {sorted(versions)}"
+        return reasons.CUBLAS_VERSIONS.of(versions=sorted(versions))
     if config.get().ring_bytes(rendezvous.platform) == 0:
-        return "JAX_INTRANODE_RING_MIB=0"
+        return reasons.NO_RING
     if rendezvous.linked:
-        return "a hybrid cube mesh"
+        return reasons.CUBE_MESH_OF_MATMULS
     return None
 
 

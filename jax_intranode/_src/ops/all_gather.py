@@ -7,6 +7,7 @@ from typing import Any
 import jax.numpy as jnp
 from jax import lax
 
+from jax_intranode._src import reasons
 from jax_intranode._src.ops import collective, fallback
 from jax_intranode._src.ops.annotations import AxisNames, PyTree
 from jax_intranode._src.ops.collective import (
@@ -84,7 +85,7 @@ def all_gather(
 
     reason = fallback.reason_of_axes(axes, axis_index_groups)
     if reason is None and to != "varying":
-        reason = f"to={to!r}"
+        reason = reasons.TO.of(to=to)
     return collective.of_each_array(all_gather_p, x, axes, reason, by_lax, params_of)
 
 

@@ -12,6 +12,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.interpreters import ad
 from jax.typing import ArrayLike, DTypeLike
 
+from jax_intranode._src import reasons
 from jax_intranode._src.ops import (
     collective,
     collective_matmul,
@@ -217,7 +218,7 @@ def _reason_of_types(x: Any, ws: Sequence[Any], return_gathered: bool) -> str | 
     """Why lax runs the call: under check_vma=True one call's results vary over the same axes."""
     of_x, *of_ws = [frozenset(jax.typeof(v).manual_axis_type.varying) for v in (x, *ws)]
     if len({of_x | of_w for of_w in of_ws} | ({of_x} if return_gathered else set())) > 1:
-        return "results that vary over different axes"
+        return reasons.VARY_DIFFERENTLY
     return None
 
 

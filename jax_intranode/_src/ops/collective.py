@@ -17,6 +17,7 @@ import numpy as np
 from jax import lax
 from jax.interpreters import ad, mlir
 
+from jax_intranode._src import reasons
 from jax_intranode._src.group import agreed, communicator
 from jax_intranode._src.group import partition as partition_lib
 from jax_intranode._src.group import rendezvous as rendezvous_lib
@@ -321,8 +322,8 @@ def reason_of_dimension(name: str, value: int, ndim: int, least: int, most: int)
     if least <= value <= most:
         return None
     if least > most:
-        return "x has no dimensions"
-    return f"{name} is {value}; with {ndim} dimensions it must be from {least} to {most}"
+        return reasons.NO_DIMENSIONS
+    return reasons.DIMENSION.of(name=name, value=value, ndim=ndim, least=least, most=most)
 
 
 def reason_of_length(x: Any, dimension: int, size: int, tiled: bool) -> str | None:
@@ -331,10 +332,7 @@ def reason_of_length(x: Any, dimension: int, size: int, tiled: bool) -> str | No
     if length % size == 0 and (tiled or length == size):
         return None
     needed = f"a multiple of {size}" if tiled else f"{size}, or pass tiled=True"
-    return (
-        f"x has the shape {x.shape}; with {size} ranks, the length of its dimension {dimension} "
-        f"must be {needed}"
-    )
+    return reasons.LENGTH.of(shape=x.shape, size=size, dimension=dimension, needed=needed)
 
 
 # Selection.
@@ -431,7 +429,7 @@ def lower_to_lax(
     Raises:
         RuntimeError: JAX_INTRANODE_STRICT=1, and lax runs it although it might be slower.
     """
-    if selected.cause != select.NOT_FASTER:
+    if selected.cause != reasons.NOT_FASTER:
         fallback.refuse_if_strict(primitive.operation, selected.reason)
     if selected.logged:
         counts.fell_back(primitive.operation, selected.reason)

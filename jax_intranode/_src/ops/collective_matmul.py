@@ -20,6 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.interpreters import ad, mlir
 
+from jax_intranode._src import reasons
 from jax_intranode._src.ops import (
     collective,
     fallback,
@@ -236,10 +237,10 @@ class Kind:
             if len(avals) == 1:  # dead code elimination has left nothing to multiply
                 return [Operation(own.operation, list(avals), nbytes(sent), found.selected)]
             order = "before" if own is collective.all_gather_p else "after"
-            reason = f"{own.operation} {order} the matmul, not overlapped ({why})"
-            selected = dataclasses.replace(
-                found.selected, reason=f"{reason}; {found.selected.reason}"
+            reason = reasons.NOT_OVERLAPPED.of(
+                operation=own.operation, order=order, why=why, reason=found.selected.reason
             )
+            selected = dataclasses.replace(found.selected, reason=reason)
             return [Operation(self.primitive.operation, list(avals), nbytes(sent), selected)]
 
         return Decision(

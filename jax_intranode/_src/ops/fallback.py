@@ -1,6 +1,6 @@
-"""Why jax.lax runs a call: the reasons that are known while the call is traced.
+"""Why jax.lax runs a call, as far as it is known while the call is traced.
 
-Lowering knows more of them: see `lowering_site.LoweringSite` and `select.select`.
+Lowering knows more: see `lowering_site.LoweringSite` and `select.select`.
 """
 
 import logging
@@ -12,19 +12,12 @@ from typing import Any
 import jax
 from jax.core import ShapedArray
 
+from jax_intranode._src import reasons
 from jax_intranode._src.health import call_sites, counts
 from jax_intranode._src.jax_private import trace_state
 from jax_intranode._src.selection import config, select
 
 logger = logging.getLogger(config.FALLBACKS)
-
-# Part of the reason for an axis that no device communicates over, and for one that nothing binds.
-NOT_BOUND = "is not one that shard_map has bound"
-UNBOUND = "is not bound by shard_map, vmap or pmap"
-# The reason where nothing is sent.
-NO_AXES = "no axes"
-# The reason for an operand that does not depend on the function's arguments.
-CONSTANT = "a constant"
 
 
 def bound_axes() -> frozenset[Any]:
@@ -32,31 +25,32 @@ def bound_axes() -> frozenset[Any]:
     return frozenset(jax.sharding.get_abstract_mesh().manual_axes)
 
 
-# Reasons. Each function returns None where a call may be accelerated.
+# Each function returns a reason; None where a call may be accelerated.
 
 
 def reason_of_axes(axes: tuple[Hashable, ...], axis_index_groups: Any = None) -> str | None:
     """Why lax runs a collective over these axes."""
     if not axes:
-        return NO_AXES
+        return reasons.NO_AXES
     if len(set(axes)) < len(axes):
-        return f"an axis that is named twice in {_names(axes)}"
+        return reasons.AXIS_TWICE.of(axes=reasons.names(axes))
     for axis in axes:
         if axis not in bound_axes():
             is_of_vmap = not isinstance(axis, str) or trace_state.axis_is_bound(axis)
-            return f"axis {_names([axis])} {NOT_BOUND if is_of_vmap else UNBOUND}"
+            reason = reasons.AXIS_NOT_BOUND if is_of_vmap else reasons.AXIS_UNBOUND
+            return reason.of(axes=reasons.names([axis]))
     if axis_index_groups is not None:
-        return "axis_index_groups"
+        return reasons.INDEX_GROUPS
     if not trace_state.forbidden_axes().isdisjoint(axes):
-        return "jax.sharding.no_collectives"  # lax raises the error
+        return reasons.NO_COLLECTIVES  # lax raises the error
     if len(trace_state.axes_in_types(axes)) < len(axes):
-        return "an axis of one device under jax_remove_size_one_mesh_axis_from_type"
+        return reasons.AXIS_OF_ONE_DEVICE
     return None
 
 
 def reason_of_hidden_axis(name: Hashable) -> str:
     """Why lax runs a collective over an axis of vmap that has the name of a mesh axis."""
-    return f"axis {_names([name])} {NOT_BOUND}: vmap hides that one"
+    return reasons.AXIS_HIDDEN.of(axes=reasons.names([name]))
 
 
 def reason_of_array(operation: str, x: Any, axes: tuple[Hashable, ...]) -> str | None:
@@ -74,23 +68,18 @@ def reason_of_operands(
     its own for constants, and refuses references.
     """
     if not any(isinstance(v, jax.core.Tracer) for v in communicated):
-        return CONSTANT
+        return reasons.CONSTANT
     if not all(isinstance(jax.typeof(v), ShapedArray) for v in operands):
-        return "not an array"
+        return reasons.NOT_AN_ARRAY
     types = [jax.typeof(v).manual_axis_type for v in operands]
     if any(t.unreduced or t.reduced for t in types):
-        return "an operand that is unreduced or reduced over mesh axes"
+        return reasons.UNREDUCED
     # Under check_vma=True an operand varies over all of the axes or over none; lax refuses others.
     over = set[Any]().union(*(jax.typeof(v).manual_axis_type.varying for v in communicated))
     least = 0 if trace_state.casts_operands() else -1
     if least < len(over.intersection(axes)) < len(axes):
-        return f"an operand that does not vary over all of the axes {_names(axes)}"
+        return reasons.VARIES_PARTLY.of(axes=reasons.names(axes))
     return None
-
-
-def _names(axes: Sequence[Hashable]) -> str:
-    """Axes as text that is the same in all processes: names may be objects of any kind."""
-    return ", ".join(repr(a) if isinstance(a, str) else type(a).__name__ for a in axes)
 
 
 # Falling back.
@@ -120,10 +109,11 @@ def to_lax(operation: str, reason: str, logged: bool = True, sends: bool = True)
         )
         if isinstance(error, NameError):
             error.add_note(hint)
-        elif UNBOUND in reason and trace_state.check_vma():  # where lax's error says nothing of it
+        # Then lax's error says nothing of the axis.
+        elif reasons.UNBOUND_AXIS in reason and trace_state.check_vma():
             raise NameError(f"unbound axis name: {reason}. {hint}") from error
         # lax takes numbers and arrays that are constants; then its message says what is wrong.
-        elif isinstance(error, TypeError) or reason != CONSTANT:
+        elif isinstance(error, TypeError) or reason != reasons.CONSTANT:
             error.add_note(
                 f"jax_intranode.{operation} takes arrays, or pytrees of arrays. jax.lax got this "
                 f"call, and refused it: {reason}."

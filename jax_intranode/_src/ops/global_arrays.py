@@ -6,7 +6,7 @@ the operands of a custom call over any other axis, so a call that leaves one fal
 """
 
 import math
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +14,7 @@ import jax
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from jax_intranode._src import reasons
 from jax_intranode._src.jax_private import call_frames, trace_state
 from jax_intranode._src.ops import fallback
 
@@ -66,8 +67,8 @@ class GlobalCall:
             if length % parts:
                 raise ValueError(
                     f"{self.operation}: dimension {dimension} of {name}, of shape {tuple(shape)}, "
-                    f"is divided over the mesh axes {_names(axes)}; its length must be a multiple "
-                    f"of {parts}"
+                    f"is divided over the mesh axes {reasons.names(axes)}; its length must be a "
+                    f"multiple of {parts}"
                 )
 
     def run(
@@ -109,7 +110,7 @@ class GlobalCall:
             if wrong:
                 raise ValueError(
                     f"{self.operation}: dimension {dimension} of {name}, of type "
-                    f"{jax.typeof(x)}, is sharded over {_names(wrong)}; this call needs the "
+                    f"{jax.typeof(x)}, is sharded over {reasons.names(wrong)}; this call needs the "
                     f"sharding {_partition_spec(spec)}. Place {name} with jax.sharding.reshard, or "
                     "pass the arguments that fit its sharding"
                 )
@@ -165,9 +166,9 @@ def find(operation: str, axis_name: Any, batch_axes: Any, mesh: Any) -> GlobalCa
     left = [axis for axis in types if axis not in manual | outer | of_vmap]
     reason = None
     if of_vmap:
-        reason = f"a vmap whose batch is divided over the mesh axes {_names(sorted(of_vmap))}"
+        reason = reasons.AXES_OF_VMAP.of(axes=reasons.names(sorted(of_vmap)))
     elif left:
-        reason = f"a partly manual mesh: neither axis_name nor batch_axes has {_names(left)}"
+        reason = reasons.AXES_NOT_NAMED.of(axes=reasons.names(left))
     return GlobalCall(
         operation, axes, batch_axes, mesh, dict(found.shape), explicit, frozenset(manual), reason
     )
@@ -221,7 +222,3 @@ def _partition_spec(spec: Spec) -> P:
         None if not entry else entry[0] if len(entry) == 1 else entry for entry in spec
     ]
     return P(*entries)
-
-
-def _names(axes: Sequence[Hashable]) -> str:
-    return ", ".join(map(repr, axes))

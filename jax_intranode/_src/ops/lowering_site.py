@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 
+from jax_intranode._src import reasons
 from jax_intranode._src.jax_private import lowering_context, trace_state
 
 
@@ -59,22 +60,22 @@ class LoweringSite:
         """Why lax runs all calls here; None if they may be accelerated."""
         mesh = self.mesh
         if mesh is None:
-            return "no shard_map over a mesh of known devices around it"
+            return reasons.NO_MESH
         if self.for_export:
-            return "lowered by jax.export"
+            return reasons.EXPORT
         if len(self.platforms) > 1:
-            return f"lowered for several platforms: {', '.join(self.platforms)}"
+            return reasons.PLATFORMS.of(platforms=", ".join(self.platforms))
         if self.traced_over is None:
             if trace_state.set_mesh() is not None:
-                return "traced without the mesh of jax.set_mesh"
+                return reasons.WITHOUT_SET_MESH
         elif self.traced_over != device_ids(mesh):
-            return "traced under a mesh with other devices, or in another order"
+            return reasons.OTHER_DEVICES
         platform = {"cpu": "cpu", "cuda": "gpu"}.get(self.platforms[0])
         if platform is None:
-            return f"platform {self.platforms[0]}; supported are cpu and cuda"
+            return reasons.PLATFORM.of(platform=self.platforms[0])
         # XLA would gather the operand of a custom call over the axes that it partitions itself.
         if auto := self.auto_axes():
-            return f"a partly manual mesh: shard_map has not bound {', '.join(map(repr, auto))}"
+            return reasons.AXES_LEFT_TO_XLA.of(axes=reasons.names(auto))
         if mesh.devices.flat[0].platform != platform:
-            return f"lowered for {self.platforms[0]}, which is not the platform of the devices"
+            return reasons.OTHER_PLATFORM.of(platform=self.platforms[0])
         return None

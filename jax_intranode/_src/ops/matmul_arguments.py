@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from jax_intranode._src import reasons
 from jax_intranode._src.jax_private import trace_state
 from jax_intranode._src.ops import collective, fallback, global_arrays
 from jax_intranode._src.selection import select
@@ -190,7 +191,7 @@ def dimension(operation: str, name: str, value: Any, rank: int) -> int:
 
 def world_size(operation: str, axes: tuple[Hashable, ...]) -> int:
     """The number of ranks over the axes. NameError: an axis is not bound."""
-    with fallback.to_lax(operation, "an axis that is not bound", logged=False):
+    with fallback.to_lax(operation, reasons.AXIS_MISSING, logged=False):
         return int(lax.psum(1, axes))
 
 
@@ -206,7 +207,7 @@ def reason_of_operands(
     if reason is None and any(
         axis is not None for v in operands for axis in jax.typeof(v).sharding.spec
     ):
-        reason = "an operand sharded over explicit axes of the mesh"
+        reason = reasons.EXPLICIT_OPERAND
     return reason
 
 

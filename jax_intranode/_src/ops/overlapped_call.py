@@ -11,6 +11,7 @@ from jax import lax
 from jax.extend.core import Primitive
 from jax.interpreters import mlir
 
+from jax_intranode._src import reasons
 from jax_intranode._src.group import communicator
 from jax_intranode._src.group import partition as partition_lib
 from jax_intranode._src.group import rendezvous as rendezvous_lib
@@ -78,7 +79,7 @@ def find(
     rendezvous = rendezvous_lib.rendezvous_of(mesh.devices.flat)
     reason = rendezvous.reason or rendezvous.reason_for_no_matmuls
     if reason is None and config.get().algorithm == "lax":
-        reason = "JAX_INTRANODE_ALGORITHM=lax"
+        reason = reasons.ALGORITHM_LAX
     if reason is not None:
         return reason
     # `bench` also lowers what is shipped, where the rendezvous was under a tuning.
@@ -103,15 +104,15 @@ def _reason_for_operands(mesh: jax.sharding.Mesh | None, request: Request) -> st
     """Returns why operands of these kinds are not overlapped on these devices, or None."""
     assert mesh is not None  # or there would be a reason
     if mesh.devices.flat[0].platform != "gpu":
-        return "CPU devices"
+        return reasons.CPU_DEVICES
     names = sorted({np.dtype(dtype).name for dtype in request.dtypes})
     if len(names) > 1:
-        return f"dtypes {' and '.join(names)}; all operands and results must have the same"
+        return reasons.DTYPES_DIFFER.of(dtypes=" and ".join(names))
     # For 16-bit operands all values of `lax.Precision` mean the same.
     precision = request.precision
     precisions = precision if isinstance(precision, tuple) else (precision,)
     if not all(p is None or isinstance(p, lax.Precision) for p in precisions):
-        return f"precision {precision}"
+        return reasons.PRECISION.of(precision=precision)
     return None
 
 

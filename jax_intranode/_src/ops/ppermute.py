@@ -8,6 +8,7 @@ from typing import Any
 import jax
 from jax import lax
 
+from jax_intranode._src import reasons
 from jax_intranode._src.native import definitions
 from jax_intranode._src.ops import all_reduce, collective, fallback
 from jax_intranode._src.ops.annotations import AxisNames, PyTree
@@ -82,19 +83,19 @@ def reason_of_perm(
 ) -> str | None:
     """Why lax runs a permutation, or raises its error; None for partial ones of so many ranks."""
     if sorted(axes, key=mesh_axes.index) != list(axes):  # versions of lax differ in the ranks
-        return "axes that the mesh has in another order"
+        return reasons.AXES_IN_OTHER_ORDER
     if not isinstance(perm, (list, tuple)):
-        return "perm is no list or tuple"
+        return reasons.PERM_OF_OTHER_TYPE
     try:
         pairs = collective.pairs_of(perm)
     except (TypeError, ValueError):
-        return f"perm is {perm!r}; it must be pairs of source and destination"
+        return reasons.PERM_WITHOUT_PAIRS.of(perm=perm)
     for what, ranks in (("source", [s for s, _ in pairs]), ("destination", [d for _, d in pairs])):
         for rank in ranks:
             if not 0 <= rank < size:
-                return f"perm has the {what} {rank}; there are {size} ranks"
+                return reasons.PERM_OUTSIDE.of(what=what, rank=rank, size=size)
             if ranks.count(rank) > 1:
-                return f"perm has the {what} {rank} more than once"
+                return reasons.PERM_TWICE.of(what=what, rank=rank)
     return None
 
 

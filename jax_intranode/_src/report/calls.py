@@ -16,6 +16,7 @@ from typing import Any
 import jax
 from jax.extend.core import Literal
 
+from jax_intranode._src import reasons
 from jax_intranode._src.group import partition as partition_lib
 from jax_intranode._src.health import call_sites
 from jax_intranode._src.jax_private import (
@@ -158,7 +159,7 @@ class _Rewriting:
 
     def reason_to_leave(self, equation: Any) -> str:
         """Why an equation of lax was left."""
-        return self._reasons.get(id(equation)) or "not seen by the rewriting"
+        return self._reasons.get(id(equation)) or reasons.NOT_SEEN
 
 
 def calls_in(jaxpr: Any, context: Context) -> Iterator[Call]:
@@ -266,7 +267,7 @@ def _calls_of_lax(
         name = operation if contains == of_lax.operation else of_lax.operation
         yield call(equation, name, avals, of_lax.axes, of_lax.index_groups)
     # Over an axis of vmap, lax may compute without a collective.
-    if not collectives and fallback.NOT_BOUND in reason and not context.transposed:
+    if not collectives and reasons.OTHER_AXIS in reason and not context.transposed:
         made = {result for equation in equations for result in equation.outvars}
         used = [v for equation in equations for v in equation.invars if not isinstance(v, Literal)]
         for operand in dict.fromkeys(used):
@@ -275,8 +276,6 @@ def _calls_of_lax(
 
 
 # Collectives of lax that no function of this package called.
-
-_NOT_ENABLED = "left to lax; jax_intranode.install() replaces it where that pays"
 
 
 def _call_of_lax(equation: Any, context: Context) -> Iterator[Call]:
@@ -289,7 +288,7 @@ def _call_of_lax(equation: Any, context: Context) -> Iterator[Call]:
     elif other is not None:
         operation, axes = other
         index_groups = equation.params.get("axis_index_groups")
-        reason = f"{operation} is not one of the kinds that this package accelerates"
+        reason = reasons.OTHER_KIND.of(operation=operation)
     else:
         return
     arrays = [v.aval for v in equation.invars if hasattr(v.aval, "dtype")]
@@ -309,7 +308,7 @@ def _call_of_lax(equation: Any, context: Context) -> Iterator[Call]:
 
 def _reason_to_leave(equation: Any, context: Context) -> str:
     if context.rewriting is None:
-        return "JAX_INTRANODE_DISABLE=1" if config.get().disable else _NOT_ENABLED
+        return reasons.DISABLED if config.get().disable else reasons.NOT_INSTALLED
     return context.rewriting.reason_to_leave(equation)
 
 

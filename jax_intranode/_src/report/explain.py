@@ -10,6 +10,7 @@ from typing import Any, overload
 
 import jax
 
+from jax_intranode._src import reasons
 from jax_intranode._src.jax_private import hlo, jaxpr_walk, lowering_hooks, trace_state
 from jax_intranode._src.ops.lowering_site import LoweringSite
 from jax_intranode._src.report import calls
@@ -163,7 +164,7 @@ class Explainer:
             seen = {source for call in of_partitioner for source in call.sources}
             # Collectives of partly manual shard_maps are in both.
             found = tuple(
-                c for c in found if c.source not in seen or "partly manual mesh" not in c.reason
+                c for c in found if c.source not in seen or reasons.PARTLY_MANUAL not in c.reason
             )
             found += of_partitioner
         if not self._compiled:

@@ -28,6 +28,7 @@ from typing import Any, NoReturn
 
 import jax
 
+from jax_intranode._src import reasons
 from jax_intranode._src.group import key_value_store, rendezvous
 from jax_intranode._src.health import failures, peers
 from jax_intranode._src.jax_private import (
@@ -68,7 +69,7 @@ def reason_not_to_rewrite(mesh: jax.sharding.Mesh, body: Any) -> str | None:
     if len(_processes(mesh)) == 1:
         return None
     if jax.process_index() not in _processes(mesh):
-        return rendezvous.NOT_HERE
+        return reasons.NOT_HERE
     devices = device_ids(mesh)
     wait_s = LATER_WAIT_S if devices in _met else wait_s_of_program()
     try:
@@ -112,7 +113,7 @@ def reason_for_no_auto(mesh: jax.sharding.Mesh) -> str | None:
     if len(_processes(mesh)) == 1:
         return None
     if jax.process_index() not in _processes(mesh):
-        return rendezvous.NOT_HERE
+        return reasons.NOT_HERE
     key = rendezvous.generation(), device_ids(mesh)
     if key not in _meetings:
         try:
@@ -201,7 +202,7 @@ def _decide(
             store.wait(f"here/{process}", key_value_store.Deadline(1)) != said
             for process in _processes(mesh)
         ):
-            decision = "the processes would replace different operations of a program"
+            decision = reasons.OTHER_OPERATIONS
     return store.claim("decision", decision) or None
 
 

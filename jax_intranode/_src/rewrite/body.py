@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from jax_intranode._src import reasons
 from jax_intranode._src.health import call_sites
 from jax_intranode._src.jax_private import call_frames, jaxpr_walk, lax_collectives
 from jax_intranode._src.ops import fallback, primitive
@@ -19,12 +20,15 @@ class Decision:
     Attributes:
         equation: the equation.
         reason: why it was left; None if it was replaced.
-        missed: whether it was left although this package might be faster.
     """
 
     equation: Any
     reason: str | None
-    missed: bool = False
+
+    @property
+    def missed(self) -> bool:
+        """Whether it was left although this package might be faster."""
+        return self.reason is not None and reasons.cause_of(self.reason) == reasons.REFUSED
 
 
 class Body:
@@ -60,9 +64,9 @@ class Body:
         """How many collectives were left."""
         return len(self.decisions) - self.taken()
 
-    def decide(self, equation: Any, reason: str | None, missed: bool = False) -> None:
+    def decide(self, equation: Any, reason: str | None) -> None:
         """Records what became of a collective."""
-        self.decisions.append(Decision(equation, reason, missed))
+        self.decisions.append(Decision(equation, reason))
 
     def leave(self, equation: Any, reason: str) -> None:
         """Replaces the decision to replace a collective."""

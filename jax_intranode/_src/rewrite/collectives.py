@@ -7,13 +7,13 @@ from typing import Any
 
 from jax.extend.core import Var
 
+from jax_intranode._src import reasons
 from jax_intranode._src.jax_private import equation_kinds, jaxpr_edit, lax_collectives
 from jax_intranode._src.operations import RECORDS
 from jax_intranode._src.ops import ppermute
 from jax_intranode._src.ops.collective import Params
 from jax_intranode._src.ops.primitive import BY_OPERATION, OpPrimitive
 from jax_intranode._src.rewrite.body import Body
-from jax_intranode._src.selection import select
 
 
 @dataclass(frozen=True)
@@ -24,10 +24,6 @@ class Choice:
     params: Params
 
 
-# Why an equation is left, and whether this package might be faster.
-Left = tuple[str, bool]
-
-
 def choose(equation: Any, body: Body) -> Choice | None:
     """The operation that replaces an equation; None if it is not a collective of lax, or is left.
 
@@ -36,9 +32,7 @@ def choose(equation: Any, body: Body) -> Choice | None:
     collective = lax_collectives.lax_collective(equation)
     if collective is None or not collective.axes:  # over axes of vmap nothing is sent
         return None
-    found: Choice | Left | None = (
-        (body.reason, True) if body.reason else _left_as_it_is(equation, collective, body)
-    )
+    found: Choice | str | None = body.reason or _reason_to_leave(equation, collective, body)
     if found is None:
         primitive = BY_OPERATION[collective.operation]
         assert primitive.params is not None  # the record names lax's primitives
@@ -46,10 +40,10 @@ def choose(equation: Any, body: Body) -> Choice | None:
         choice = Choice(primitive, params)
         key = choice, *((v.aval.shape, v.aval.dtype) for v in equation.invars)
         if key not in body.chosen:
-            body.chosen[key] = _left_by_selection(equation, choice, body) or choice
+            body.chosen[key] = _reason_of_selection(equation, choice, body) or choice
         found = body.chosen[key]
     if not isinstance(found, Choice):
-        body.decide(equation, *found)
+        body.decide(equation, found)
         return None
     body.decide(equation, None)
     return found
@@ -64,27 +58,26 @@ def replace(equation: Any, choice: Choice, body: Body) -> Any:
     )
 
 
-def _left_as_it_is(
+def _reason_to_leave(
     equation: Any, collective: lax_collectives.LaxCollective, body: Body
-) -> Left | None:
+) -> str | None:
     """Why no operation can take the place of a collective; None if one may."""
     axes = collective.axes
     if collective.index_groups is not None:
-        return "axis_index_groups", False
+        return reasons.INDEX_GROUPS
     if collective.over_vmap:
-        return "over axes of vmap, too", True
+        return reasons.AXES_OF_VMAP_TOO
     if len(set(axes)) < len(axes):
-        return "an axis that is named twice", False
+        return reasons.AXIS_TWICE.of(axes=reasons.names(axes))
     if any(v.aval.size == 0 for v in equation.invars):
-        return "empty arrays", False
+        return reasons.EMPTY.of(operation=collective.operation)
     if equation_kinds.is_placed(equation):
-        return "under compute_on or set_xla_metadata", True
-    if not body.site.manual.issuperset(axes):
-        return "an axis that shard_map has not bound", True
+        return reasons.PLACED
+    if not_bound := [axis for axis in axes if axis not in body.site.manual]:
+        return reasons.AXIS_NOT_BOUND.of(axes=reasons.names(not_bound))
     if collective.operation == "ppermute" and (mesh := body.site.mesh) is not None:
         size = _world_size(axes, body)
-        reason = ppermute.reason_of_perm(collective.perm, size, axes, mesh.axis_names)
-        return None if reason is None else (reason, False)
+        return ppermute.reason_of_perm(collective.perm, size, axes, mesh.axis_names)
     return None
 
 
@@ -94,15 +87,15 @@ def _world_size(axes: tuple[str, ...], body: Body) -> int:
     return math.prod(mesh.shape[axis] for axis in axes)
 
 
-def _left_by_selection(equation: Any, choice: Choice, body: Body) -> Left | None:
+def _reason_of_selection(equation: Any, choice: Choice, body: Body) -> str | None:
     """Why lax keeps a collective; None if it is replaced."""
     avals = [v.aval for v in equation.invars]
     for operation in choice.primitive.decide(body.site, avals, choice.params).operations():
         selected = operation.selected
         if selected.algorithm == "lax":
-            return selected.reason, selected.cause == select.REFUSED
+            return selected.reason
         if not selected.measured:
-            return f"{selected.reason}; a tuning of this node would decide", False
+            return reasons.NOT_TUNED.of(reason=selected.reason)
     return None
 
 
@@ -125,7 +118,7 @@ def collective_of(equation: Any, body: Body) -> lax_collectives.LaxCollective | 
         or not (is_sum(found) or is_gather(found))
         or len(equation.invars) > 1
         or not isinstance(equation.invars[0], Var)
-        or _left_as_it_is(equation, found, body) is not None
+        or _reason_to_leave(equation, found, body) is not None
     ):
         return None
     return dataclasses.replace(found, size=_world_size(found.axes, body))

@@ -6,6 +6,7 @@ Equations that do not change stay the same objects.
 from collections.abc import Sequence
 from typing import Any
 
+from jax_intranode._src import reasons
 from jax_intranode._src.jax_private import jaxpr_edit, jaxpr_walk, lax_collectives
 from jax_intranode._src.ops.lowering_site import LoweringSite
 from jax_intranode._src.rewrite import collectives, norms, sums
@@ -56,8 +57,7 @@ class Rewriter(jaxpr_edit.JaxprRewriter):
             for one in jaxpr_walk.equations(inner.jaxpr, nested_shard_maps=False):
                 collective = lax_collectives.lax_collective(one)
                 if collective is not None and collective.axes:
-                    reason = f"inside {equation.primitive.name}, where nothing is rewritten"
-                    self.body.decide(one, reason, missed=True)
+                    self.body.decide(one, reasons.INSIDE.of(name=equation.primitive.name))
 
 
 def rewrite_shard_map(site: LoweringSite, params: dict[str, Any]) -> tuple[Any, Body]:

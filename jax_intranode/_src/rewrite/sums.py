@@ -17,6 +17,7 @@ from typing import Any
 
 from jax.extend.core import Var
 
+from jax_intranode._src import reasons
 from jax_intranode._src.jax_private import equation_kinds, jaxpr_walk, lax_collectives
 from jax_intranode._src.operations import RECORDS
 from jax_intranode._src.ops import primitive
@@ -42,7 +43,7 @@ def issue(equations: Sequence[Any], choices: dict[int, Choice], body: Body) -> l
         if choice is None:
             walk.emit(equation)
         elif overlap.has_matmul(position, position + 1):
-            body.leave(equation, "XLA can overlap it with the matmuls after it")
+            body.leave(equation, reasons.OVERLAPS)
             walk.emit(equation)
         elif not RECORDS[choice.primitive.operation].takes_many:
             walk.emit(collectives.replace(equation, choice, body))

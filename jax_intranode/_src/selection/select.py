@@ -7,16 +7,13 @@ import dataclasses
 import functools
 import hashlib
 from dataclasses import dataclass
+from typing import Any
 
+from jax_intranode._src import reasons
 from jax_intranode._src.native import definitions
 from jax_intranode._src.operations import HYBRID_CUBE_MESH, RECORDS, protocol_of
+from jax_intranode._src.reasons import Reason
 from jax_intranode._src.selection import generations, table
-
-# Why lax runs an operation. JAX_INTRANODE_STRICT=1 tells these apart.
-NOT_FASTER = "not faster"  # nothing is sent, or no algorithm is faster, or none that was asked for
-UNSUPPORTED = "unsupported"  # this package has no algorithm for it
-REFUSED = "refused"  # an algorithm was wanted and could not be used
-
 
 # The threads for whose registers an SM has room, if each has as many as the compiler may give it: a
 # 512th of an SM's, 128. Threads of kernels for 2 and 4 ranks have half as many.
@@ -39,7 +36,6 @@ class Selection:
         blocks: blocks of the kernel's launch.
         threads: threads per block.
         logged: whether the reason has been logged already, for all operations on the devices.
-        cause: if lax runs it: NOT_FASTER, UNSUPPORTED or REFUSED.
         segments: into how many the operation is cut.
         measured: whether it is known to be faster than lax.
     """
@@ -49,19 +45,25 @@ class Selection:
     blocks: int = 0
     threads: int = 0
     logged: bool = False
-    cause: str = REFUSED
     segments: int = 1
     measured: bool = True
+
+    @property
+    def cause(self) -> str:
+        """The cause of the reason, if lax runs it."""
+        return reasons.cause_of(self.reason)
 
 
 def unsupported_dtype(operation: str, dtype: str) -> str | None:
     """Why an operation falls back to jax.lax for a dtype; None if it need not."""
     dtypes = RECORDS[operation].dtypes
-    return None if dtype in dtypes else f"dtype {dtype}; supported are {', '.join(dtypes)}"
+    if dtype in dtypes:
+        return None
+    return reasons.DTYPE.of(dtype=dtype, dtypes=", ".join(dtypes))
 
 
-def _lax(reason: str, cause: str = NOT_FASTER) -> Selection:
-    return Selection("lax", reason, cause=cause)
+def _lax(reason: Reason, **values: Any) -> Selection:
+    return Selection("lax", reason.of(**values))
 
 
 @functools.lru_cache(maxsize=256)
@@ -73,20 +75,17 @@ def static_reason(
     `hidden` is for norms: the elements of a row.
     """
     if is_empty:
-        return _lax(f"{operation} of no elements")
+        return _lax(reasons.EMPTY, operation=operation)
     if world_size == 1:
-        return _lax("a group of one rank")
+        return _lax(reasons.ONE_RANK)
     if world_size > definitions.MAX_WORLD_SIZE:
-        return _lax(
-            f"a group of {world_size} ranks; at most {definitions.MAX_WORLD_SIZE} are supported",
-            UNSUPPORTED,
-        )
+        return _lax(reasons.TOO_MANY_RANKS, ranks=world_size, most=definitions.MAX_WORLD_SIZE)
     unsupported = (
         unsupported_norm(operation, dtype, hidden)
         if hidden
         else unsupported_dtype(operation, dtype)
     )
-    return None if unsupported is None else _lax(unsupported, UNSUPPORTED)
+    return None if unsupported is None else Selection("lax", unsupported)
 
 
 def select(
@@ -123,7 +122,7 @@ def select(
     if static := static_reason(operation, dtype, world_size, is_empty=nbytes == 0):
         return static
     if algorithm == "lax":
-        return _lax("JAX_INTRANODE_ALGORITHM=lax")
+        return _lax(reasons.ALGORITHM_LAX)
     packets = (
         "bare"
         if definitions.packet_bytes("all_gather", dtype) == definitions.PACK_BYTES
@@ -131,15 +130,12 @@ def select(
     )
     rows, source = table.rows_and_source(hardware, mode, operation, packets, world_size, tuned)
     if rows is None:
-        return _lax(f"no group of {world_size} ranks or more has been measured")
+        return _lax(reasons.NOT_MEASURED, ranks=world_size)
     if topology == HYBRID_CUBE_MESH:
         if HYBRID_CUBE_MESH not in RECORDS[operation].algorithms:
-            return _lax(f"{operation} on a hybrid cube mesh: only psum has kernels", UNSUPPORTED)
+            return _lax(reasons.HYBRID_CUBE_MESH)
         if algorithm != "auto":
-            return _lax(
-                f"JAX_INTRANODE_ALGORITHM={algorithm} needs a link between each pair of ranks",
-                REFUSED,
-            )
+            return _lax(reasons.NEEDS_LINKS, algorithm=algorithm)
         # Not measured on such a mesh. The sizes are those at which a psum among as many ranks that
         # are all linked gains.
         rows = tuple(dataclasses.replace(row, algorithm=HYBRID_CUBE_MESH) for row in rows)
@@ -162,7 +158,7 @@ def select(
             reason = f"{nbytes} bytes of {dtype} among {world_size} ranks {source}"
         else:
             upto = rows[-1].nbytes if rows else 0
-            return _lax(f"{nbytes} bytes of {dtype}; up to {upto} are faster than lax {source}")
+            return _lax(reasons.TOO_LARGE, nbytes=nbytes, dtype=dtype, upto=upto, source=source)
     else:
         rows = rows or table.rows(hardware, mode, operation, packets, world_size)
         fitting = [row for row in rows if row.algorithm == algorithm]
@@ -174,11 +170,8 @@ def select(
     launched = launch(row, dtype, nbytes, world_size, epoch_buffer_bytes, hardware)
     if launched is None:
         needed = definitions.epoch_buffer_bytes_needed(row.algorithm, dtype, nbytes, world_size, 1)
-        return _lax(
-            f"{nbytes} bytes of {dtype} need {needed} bytes of an epoch buffer, which has "
-            f"{epoch_buffer_bytes}; JAX_INTRANODE_SLAB_MIB sets its size",
-            NOT_FASTER if forced else REFUSED,
-        )
+        reason = reasons.FORCED_EPOCH_BUFFER if forced else reasons.EPOCH_BUFFER
+        return _lax(reason, nbytes=nbytes, dtype=dtype, needed=needed, has=epoch_buffer_bytes)
     segments, blocks = launched
     if segments > 1:
         reason += f", in {segments} segments"
@@ -262,7 +255,7 @@ def unsupported_norm(operation: str, dtype: str, hidden: int) -> str | None:
     if reason := unsupported_dtype(operation, dtype):
         return reason
     if hidden > definitions.MAX_HIDDEN:
-        return f"rows of {hidden} elements; up to {definitions.MAX_HIDDEN} are supported"
+        return reasons.ROW_TOO_LONG.of(hidden=hidden, most=definitions.MAX_HIDDEN)
     return None
 
 
@@ -288,7 +281,7 @@ def select_norm(
     if static := static_reason(operation, dtype, world_size, is_empty=rows == 0, hidden=hidden):
         return static
     if algorithm == "lax":
-        return _lax("JAX_INTRANODE_ALGORITHM=lax")
+        return _lax(reasons.ALGORITHM_LAX)
     record = RECORDS[operation]
     packs = -(-hidden * definitions.item_bytes(dtype) // definitions.PACK_BYTES)
     nbytes = rows * packs * definitions.PACK_BYTES
@@ -317,8 +310,7 @@ def select_norm(
             at_once = -(-at_once // world_size)
         threads = max(32, min(definitions.MAX_THREADS, 1 << (packs - 1).bit_length()))
         return Selection(name, reason, min(at_once, definitions.MAX_BLOCKS), threads)
+    nbytes = packs * definitions.PACK_BYTES
     return _lax(
-        f"rows of {packs * definitions.PACK_BYTES} bytes among {world_size} ranks do not fit an "
-        f"epoch buffer, which has {epoch_buffer_bytes} bytes; JAX_INTRANODE_SLAB_MIB sets its size",
-        REFUSED,
+        reasons.ROWS_IN_EPOCH_BUFFER, nbytes=nbytes, ranks=world_size, has=epoch_buffer_bytes
     )

@@ -6,6 +6,7 @@ from typing import Any
 import jax
 from jax.extend.mlir import ir
 
+from jax_intranode._src import reasons
 from jax_intranode._src.health import call_sites
 from jax_intranode._src.jax_private import jaxpr_walk
 from jax_intranode._src.jax_private.mlir_text import source_of
@@ -34,13 +35,13 @@ class Judged:
     Attributes:
         jaxpr: the jaxpr that it is the only equation of.
         traced: JAX's record.
-        left: why lax would run a collective of it, and `Record.missed`; None if all are ours.
+        left: why lax would run a collective of it; None if all are ours.
         has_norm: whether it has a sum with a norm as one operation.
     """
 
     jaxpr: Any
     traced: Any
-    left: tuple[str, bool] | None
+    left: str | None
     has_norm: bool
 
 
@@ -102,12 +103,12 @@ class Bodies:
         (equation,) = jaxpr.eqns
         rewritten, record = rewrite_shard_map(self._site, equation.params)
         has_norm = any(e.primitive in _NORMS for e in jaxpr_walk.open_jaxpr(rewritten).eqns)
-        left = [d for d in record.decisions if d.reason is not None]
+        left = [decision for decision in record.decisions if decision.reason is not None]
+        left.sort(key=lambda decision: not decision.missed)
         if left:
-            missed = any(decision.missed for decision in left)
-            return Judged(jaxpr, traced, (left[0].reason or "", missed), False)
-        nothing = "nothing in it is a collective", False
-        return Judged(jaxpr, traced, None if record.decisions else nothing, has_norm)
+            return Judged(jaxpr, traced, left[0].reason, False)
+        nothing = None if record.decisions else reasons.NO_COLLECTIVE
+        return Judged(jaxpr, traced, nothing, has_norm)
 
     def lowered(self, group: Group) -> Body | None:
         """The lowered shard_map of a group; None if it is not all ours."""

@@ -14,16 +14,13 @@ from jax import lax
 from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import stablehlo
 
+from jax_intranode._src import reasons
 from jax_intranode._src.jax_private import mlir_text
 from jax_intranode._src.operations import COLLECTIVE, of_kind
 from jax_intranode._src.rewrite.auto import partitioner, plans
 from jax_intranode._src.rewrite.auto.modules import dot_dimensions, integer, splat
 from jax_intranode._src.rewrite.auto.plans import Axes, Gather, Labels, Plan, Sum
 from jax_intranode._src.rewrite.auto.program import Program
-
-UNKNOWN_DTYPE = "a dtype, such as complex64, that is not replaced in auto-sharded programs"
-UNEVEN = "a dimension that the axes do not divide"
-_BOOLEANS = "a sum of booleans is True or False, and a psum counts"
 
 
 @dataclass(frozen=True)
@@ -122,7 +119,7 @@ def _dot_general(operation: Any) -> Kind:
     labels = plans.dot_labels(contracting, batch, ranks)
     result = aval(operation.results[0])
     if "algorithm" in attributes or result is None:
-        reason = "a dot algorithm" if result else UNKNOWN_DTYPE
+        reason = reasons.DOT_ALGORITHM if result else reasons.UNKNOWN_DTYPE
         return Kind("dot_general", None, labels, None, 2, reason)
     dtype = result.dtype
 
@@ -145,11 +142,11 @@ def _reduce(operation: Any) -> Kind | None:
     block = operation.regions[0].blocks[0]
     reason = ""
     if [o.operation.name for o in block.operations] != ["stablehlo.add", "stablehlo.return"]:
-        reason = "a reduction that is not a sum"
+        reason = reasons.NO_SUM
     elif aval(operation.operands[0]) is None:
-        reason = UNKNOWN_DTYPE
+        reason = reasons.UNKNOWN_DTYPE
     elif splat(operation.operands[1]) != 0:
-        reason = "a sum that does not begin at 0"
+        reason = reasons.SUM_FROM_OTHER
 
     def compute(x: Any) -> Any:
         return lax.reduce_sum(x, dimensions)
@@ -184,7 +181,7 @@ def _decide(
 ) -> tuple[Plan | None, str | None] | None:
     """The plan of an operation, or why it is left; None if it sends nothing and has no plan."""
     if None in specs:
-        return None, "shardings over parts of axes, or unreduced values"
+        return None, reasons.PARTS_OF_AXES
     *ins, out = specs
     candidates = list(plans.plans(kind.labels, ins, out))
     silent = [plan for plan in candidates if not plan.gathers and not plan.sums]
@@ -195,18 +192,18 @@ def _decide(
     if kind.compute is None:
         return None, kind.reason
     if not known:
-        return None, UNKNOWN_DTYPE
+        return None, reasons.UNKNOWN_DTYPE
     if result.dtype == np.bool_ and kind.name != "reshard":
-        return None, _BOOLEANS
+        return None, reasons.BOOLEANS
     sizes = dict(mesh.shape)
     shapes = [a.shape for a in avals]
     if any(
         plans.local_size(shape, spec, sizes) is None
         for shape, spec in zip((*shapes, result.shape), (*ins, out), strict=True)
     ):
-        return None, UNEVEN
+        return None, reasons.UNEVEN
     if not candidates:
-        return None, "no plan of gathers and sums"
+        return None, reasons.NO_PLAN
     of_xla = partitioner.collectives(kind.key, kind.compute, avals, ins, out, mesh)
     if isinstance(of_xla, str):
         return None, of_xla
@@ -219,7 +216,7 @@ def _decide(
     }
     if len(fitting) != 1:
         text = ", ".join(f"{name} over {'+'.join(sorted(axes))}" for name, axes, _ in of_xla)
-        return None, f"XLA computes it with {text}, in a way that is not known"
+        return None, reasons.UNKNOWN_PLAN.of(collectives=text)
     return fitting.pop(), None
 
 
@@ -249,19 +246,19 @@ def _collective(operation: Any, program: Program) -> Found:
     dimensions = [integer(attributes[of]) for of in names.get(name, [])]
     spec, after = program.spec(values[0]), program.spec(operation.results[0])
     if axes is None:
-        return found(None, "groups that are not those of mesh axes")
+        return found(None, reasons.GROUPS_OF_NO_AXES)
     if len(values) != 1 or None in avals:
-        return found(None, "several operands" if len(values) > 1 else UNKNOWN_DTYPE)
+        return found(None, reasons.SEVERAL_OPERANDS if len(values) > 1 else reasons.UNKNOWN_DTYPE)
     for block in (block for region in operation.regions for block in region.blocks):
         inner = [o.operation.name for o in block.operations]
         if [o for o in inner if not o.startswith("sdy.")] != ["stablehlo.add", "stablehlo.return"]:
-            return found(None, "a reduction that is no sum")
+            return found(None, reasons.NO_SUM)
     if spec is None or spec != after or any(spec[dimension] for dimension in dimensions):
-        return found(None, "its dimension is sharded over Auto axes, or its result otherwise")
+        return found(None, reasons.DIMENSION_OF_AUTO_AXES)
     for value in (values[0], operation.results[0]):
         shape = ir.RankedTensorType(value.type).shape
         if plans.local_size(shape, spec, dict(program.mesh.shape)) is None:
-            return found(None, UNEVEN)
+            return found(None, reasons.UNEVEN)
     plan = Plan((spec,), (), (), spec)
     if name == "all_reduce":
         return found(dataclasses.replace(plan, sums=(Sum(axes),)))
@@ -270,7 +267,7 @@ def _collective(operation: Any, program: Program) -> Found:
     if name == "all_gather":
         return found(dataclasses.replace(plan, gathers=(Gather(0, dimensions[0], axes),)))
     if name != "all_to_all":
-        return found(None, f"{name} over manual axes in an auto-sharded program")
+        return found(None, reasons.NOT_IN_AUTO.of(name=name))
     split, concat = dimensions
     return found(plan, None, lambda x: lax.all_to_all(x, axes, split, concat, tiled=True))
 

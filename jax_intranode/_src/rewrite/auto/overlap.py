@@ -11,6 +11,7 @@ from typing import Any
 
 from jax.extend.mlir import ir
 
+from jax_intranode._src import reasons
 from jax_intranode._src.rewrite import sums
 from jax_intranode._src.rewrite.auto.groups import Member
 from jax_intranode._src.rewrite.auto.modules import number, operands, operations, owner, walk
@@ -71,9 +72,7 @@ def overlapped(members: Sequence[Member], block: Any, sizes: Mapping[str, int]) 
         for member in together:
             start, own = begins(member), number(member.found.operation)
             if any(at > start and not mask & bits[own] for at, mask in heavy):
-                reason = "XLA can overlap it with the matmuls after it"
-                if len(together) > 1:
-                    reason += ", with others that it combines"
+                reason = reasons.OVERLAPS_SEVERAL if len(together) > 1 else reasons.OVERLAPS
                 left |= {number(m.found.operation): reason for m in together}
                 break
     return left

@@ -11,6 +11,7 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding
 
+from jax_intranode._src import reasons
 from jax_intranode._src.jax_private import hlo, trace_state
 from jax_intranode._src.rewrite.auto.plans import Collective, Spec, partition_spec
 
@@ -69,17 +70,18 @@ def _compiled(
             lowered = jitted.lower(*avals)
             text = lowered.compile(_OPTIONS.get(platform)).as_text() or ""
     except (jax.errors.JaxRuntimeError, ValueError, TypeError) as error:
-        return f"XLA does not compile it alone: {str(error).splitlines()[0][:100]}"
+        return reasons.NOT_COMPILED_ALONE.of(error=str(error).splitlines()[0][:100])
     # The devices of this program are numbered in the order of its mesh.
     positions = np.arange(mesh.size).reshape(mesh.devices.shape)
     leaves = hlo.leaves_of(text, mesh.size)
     if leaves is None:
-        return "XLA adds a collective that is not understood"
+        return reasons.UNKNOWN_COLLECTIVE
     found = []
     for leaf in leaves:
         axes = axes_of_groups(leaf.groups, mesh.axis_names, positions)
         if axes is None:
-            return f"XLA adds {leaf.kind} among {sorted(map(sorted, leaf.groups))}"
+            groups = sorted(map(sorted, leaf.groups))
+            return reasons.UNKNOWN_GROUPS.of(kind=leaf.kind, groups=groups)
         found.append((leaf.kind, axes, int(np.prod(leaf.shape, dtype=np.int64))))
     return tuple(found)
 

@@ -16,6 +16,7 @@ from jax.extend.mlir import ir, passmanager
 from jax.extend.mlir.dialects import sdy
 from jax.sharding import AxisType
 
+from jax_intranode._src import reasons
 from jax_intranode._src.rewrite.auto import simplified
 from jax_intranode._src.rewrite.auto.modules import (
     NUMBER,
@@ -42,7 +43,6 @@ _MADE_ANYWHERE = frozenset(
 # Copies and conversions of a program take 20 ms for each MiB of them.
 _MOST_CONSTANTS = 32 << 20
 
-NOTHING_SHARDED = "nothing is sharded"
 PIPELINE = "builtin.module(sdy-propagation-pipeline)"
 _RESHARDS = "builtin.module(func.func(sdy-insert-explicit-reshards{enable-full-version=true}))"
 
@@ -81,10 +81,10 @@ class Program:
         # JAX gives keys of random numbers a mesh without axes, which says that they are replicated.
         over_axes = [(o, of) for o, of in meshes if len(of.axes) or len(of.device_ids)]
         if not over_axes:
-            raise Unsuitable(NOTHING_SHARDED)
+            raise Unsuitable(reasons.NOTHING_SHARDED)
         chosen, attribute = over_axes[0]
         if any(of != attribute for _, of in over_axes):
-            raise Unsuitable("several meshes")
+            raise Unsuitable(reasons.SEVERAL_MESHES)
         # JAX's caches take it for a module; a clone is of another class.
         copy = ir.Module.parse(as_bytecode(module))
         self.mesh_name = ir.StringAttr(chosen.attributes["sym_name"]).value
@@ -99,7 +99,7 @@ class Program:
         # Positions in the list of devices.
         positions = list(attribute.device_ids) or list(range(math.prod(sizes)))
         if sorted(positions) != list(range(len(devices))):
-            raise Unsuitable("a mesh of other devices than the program's")
+            raise Unsuitable(reasons.MESH_OF_OTHER_DEVICES)
         self.mesh = jax.sharding.Mesh(
             np.array([devices[i] for i in positions], dtype=object).reshape(sizes),
             names,
@@ -149,7 +149,7 @@ class Program:
             for sharding in _all_per_value(operation):
                 # XLA's import may refuse them in a propagated program, and reshards otherwise.
                 if self._spec_of(sharding) is None:
-                    raise Unsuitable("shardings over parts of axes, or unreduced values")
+                    raise Unsuitable(reasons.PARTS_OF_AXES)
 
     def set_number(self, operation: Any) -> None:
         """Gives an operation a new number."""
@@ -201,7 +201,7 @@ class Program:
             if around.name == "sdy.manual_computation":
                 return _per_value(around, "in_shardings", index)
             if around.name != "stablehlo.while":
-                raise Unsuitable(f"an argument of {around.name}")
+                raise Unsuitable(reasons.ARGUMENT.of(name=around.name))
             return _per_value(around, "sdy.sharding", index)
         operation = owner.operation
         if operation.name in ("sdy.reshard", "sdy.sharding_constraint"):
@@ -359,15 +359,15 @@ def _refuse_contents(module: Any) -> None:
         if operation.name == "stablehlo.constant":
             constants += _constant_bytes(operation)
             if constants > _MOST_CONSTANTS:
-                raise Unsuitable("more than 32 MiB of constants: pass the arrays as arguments")
+                raise Unsuitable(reasons.MANY_CONSTANTS)
         target = operation.attributes.get("call_target_name")
         if target is not None and "callback" in ir.StringAttr(target).value:
-            raise Unsuitable("a callback to Python")  # which has a mesh of its own
+            raise Unsuitable(reasons.CALLBACK)  # which has a mesh of its own
         called = operation.attributes.get("called_computations")
         if operation.name == "stablehlo.composite" or (called and len(ir.ArrayAttr(called))):
-            raise Unsuitable("an operation that has its own function")
+            raise Unsuitable(reasons.OWN_FUNCTION)
         if operation.name == "stablehlo.get_dimension_size":  # of jax.export
-            raise Unsuitable("symbolic shapes")
+            raise Unsuitable(reasons.SYMBOLIC_SHAPES)
 
 
 def _constant_bytes(operation: Any) -> int:

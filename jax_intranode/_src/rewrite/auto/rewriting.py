@@ -21,6 +21,7 @@ from typing import Any
 import jax
 from jax.extend.mlir import ir
 
+from jax_intranode._src import reasons
 from jax_intranode._src.group import rendezvous
 from jax_intranode._src.health import failures
 from jax_intranode._src.jax_private import lax_collectives, lowering_hooks, trace_state
@@ -38,7 +39,7 @@ from jax_intranode._src.rewrite.auto.modules import (
     operations,
 )
 from jax_intranode._src.rewrite.auto.operations import Found, find
-from jax_intranode._src.rewrite.auto.program import NOTHING_SHARDED, Program
+from jax_intranode._src.rewrite.auto.program import Program
 from jax_intranode._src.selection import config
 
 _log = logging.getLogger("jax_intranode")
@@ -46,15 +47,6 @@ _log = logging.getLogger("jax_intranode")
 # For tests: XLA gets the propagated copy even if nothing of it was replaced.
 propagated_only = False
 
-_WHOLE = "XLA would have the whole sum for another operation that needs it"
-# Measured: decoding with two sums of this package a layer was 0.91 to 0.96 times as fast where the
-# queries, keys and values are three parts of one product. See docs/performance.md.
-_PERMUTES = "XLA permutes between such operations, which then cost more than they gain"
-_SHORTER = "XLA removes dimensions of one element, here and from operations that it still does"
-_OTHERWISE = (
-    "with the replacements XLA would shard the rest of the program differently; "
-    "jax.lax.with_sharding_constraint on intermediate results, also inside loops, often avoids that"
-)
 # Operations without a plan that were found to send nothing, or that end a block.
 _TAKES_SHARDS = frozenset(
     {
@@ -62,7 +54,6 @@ _TAKES_SHARDS = frozenset(
         *("stablehlo.dot_general", "stablehlo.dot", "stablehlo.reduce"),
     }
 )
-_SHARED = "another operation that needs the same gathered array is left"
 
 
 @dataclass(frozen=True)
@@ -75,7 +66,6 @@ class Record:
         avals: the types of its operands, over all devices.
         axes: the mesh axes it communicates over, as far as they are known.
         reason: why it was left; None if it was replaced.
-        missed: whether it was left although this package might be faster.
         jaxpr: if it was replaced: the shard_map that has its place. Of operations that share one,
             the first has it.
         sources: the lines of the operations that share it.
@@ -89,12 +79,16 @@ class Record:
     avals: tuple[Any, ...]
     axes: tuple[str, ...]
     reason: str | None
-    missed: bool = False
     jaxpr: Any = None
     sources: tuple[str, ...] = ()
     in_loop: bool = False
     in_branch: bool = False
     number: int = 0
+
+    @property
+    def missed(self) -> bool:
+        """Whether it was left although this package might be faster."""
+        return self.reason is not None and reasons.cause_of(self.reason) == reasons.REFUSED
 
 
 @dataclass
@@ -169,7 +163,7 @@ def forget(module: Any) -> None:
     """XLA has refused what a program became: it is left as it is from now on."""
     for outcome in _outcomes.get(module, {}).values():
         outcome.module = None
-        outcome.reason = "XLA does not compile what it became"
+        outcome.reason = reasons.REFUSED_BY_XLA
 
 
 def _rewritten(module: Any, devices: Any, platforms: tuple[str, ...]) -> Outcome:
@@ -177,7 +171,7 @@ def _rewritten(module: Any, devices: Any, platforms: tuple[str, ...]) -> Outcome
     outcome = Outcome()
     try:
         if not lowering_hooks.uses_shardy():
-            raise Unsuitable("jax_use_shardy_partitioner is False")
+            raise Unsuitable(reasons.NO_SHARDY)
         with module.context, ir.Location.unknown(), trace_state.without_mesh():
             _Rewriting(module, name, devices, platforms, outcome).run()
             outcome.records.sort(key=lambda record: record.number)
@@ -197,7 +191,7 @@ def _rewritten(module: Any, devices: Any, platforms: tuple[str, ...]) -> Outcome
         return outcome
     if outcome.reason is not None:
         # Each operation outside of jit is a program in which nothing is sharded.
-        level = logging.DEBUG if outcome.reason == NOTHING_SHARDED else logging.INFO
+        level = logging.DEBUG if outcome.reason == reasons.NOTHING_SHARDED else logging.INFO
         fallback.logger.log(level, "%s is left to XLA: %s.", name, outcome.reason)
         return outcome
     for record in outcome.records:
@@ -281,7 +275,7 @@ class _Rewriting:
             reason = self._finish()
         if reason is not None:
             self._outcome.records = [
-                dataclasses.replace(r, reason=r.reason or reason, missed=True, jaxpr=None)
+                dataclasses.replace(r, reason=r.reason or reason, jaxpr=None)
                 for r in self._outcome.records
             ]
             self._outcome.reason = reason
@@ -298,7 +292,7 @@ class _Rewriting:
         for operation in reversed(self._dead):
             operation.erase()
         if not self._program.keeps_shardings():
-            return _OTHERWISE
+            return reasons.SHARDED_DIFFERENTLY
         self._outcome.module = self._program.module
         return None
 
@@ -331,13 +325,12 @@ class _Rewriting:
             if each.plan is None:
                 self._record(each, each.reason)
             elif each.sends:
-                self._record(each, reason, missed=reason is not None)
+                self._record(each, reason)
 
     def _record(
         self,
         found: Found,
         reason: str | None,
-        missed: bool = False,
         jaxpr: Any = None,
         sources: tuple[str, ...] = (),
     ) -> None:
@@ -358,7 +351,6 @@ class _Rewriting:
                 tuple(a for a in found.avals if a is not None),
                 tuple(axes),
                 reason,
-                missed,
                 jaxpr,
                 sources,
                 in_loop="stablehlo.while" in around,
@@ -379,15 +371,15 @@ class _Rewriting:
         members = [member for member in members if member.communicates()]
         left = overlap.overlapped(members, block, self._sizes) if self._on_gpus() else {}
         if self._on_gpus() and overlap.permutes(block, self._program) >= len(members):
-            left.update((number(m.found.operation), _PERMUTES) for m in members)
+            left.update((number(m.found.operation), reasons.PERMUTES) for m in members)
         known = {number(each.operation): each for each in found}
         for member in members:
             if member.plan.scatters and not member.kind.axes and not self._fits(member, known):
-                left.setdefault(number(member.found.operation), _WHOLE)
+                left.setdefault(number(member.found.operation), reasons.WHOLE_SUM)
         if self._on_gpus() and _share_a_reshape(found, left):
             for member in members:
                 if any(1 in aval.shape for aval in member.found.avals):
-                    left.setdefault(number(member.found.operation), _SHORTER)
+                    left.setdefault(number(member.found.operation), reasons.SHORTER)
         for member in members:
             if reason := left.get(number(member.found.operation)):
                 self._record(member.found, reason)
@@ -409,25 +401,25 @@ class _Rewriting:
 
         XLA gathers an array once for all operations that use it. If one of them is left, all are.
         """
-        reasons = {id(m): self._bodies.judged(Group([m])).left for m in members}
+        left = {id(m): self._bodies.judged(Group([m])).left for m in members}
         by_gather: dict[Any, list[Any]] = {}
         for member in members:
             for one in member.gathered():
                 by_gather.setdefault((one.value, one.spec, one.gathers), []).append(member)
-        todo = [m for m in members if reasons[id(m)] is not None]
+        todo = [m for m in members if left[id(m)] is not None]
         while todo:
             member = todo.pop()
             for sharing in by_gather.values():
                 if any(other is member for other in sharing):
                     for other in sharing:
-                        if reasons[id(other)] is None:
-                            reasons[id(other)] = _SHARED, False
+                        if left[id(other)] is None:
+                            left[id(other)] = reasons.SHARED
                             todo.append(other)
         for member in members:
-            left = reasons[id(member)]
-            if left is not None and member.communicates():
-                self._record(member.found, *left)
-        return [m for m in members if reasons[id(m)] is None]
+            reason = left[id(member)]
+            if reason is not None and member.communicates():
+                self._record(member.found, reason)
+        return [m for m in members if left[id(m)] is None]
 
     def _with_norm(self, member: Member, block: Any, members: Sequence[Member]) -> Member:
         """A member, with the norm behind its sum if this package makes one operation of both."""
@@ -538,7 +530,7 @@ class _Rewriting:
         sources = tuple(source_of(member.found.operation) for member in group.members)
         for index, member in enumerate(group.members):
             jaxpr = body.judged.jaxpr if index == 0 else None
-            self._record(member.found, None, False, jaxpr, () if index else sources)
+            self._record(member.found, None, jaxpr, () if index else sources)
             self._dead += member.replaced()
         self._calls += body.calls
         return [new, *(result.owner.operation for result in results)]

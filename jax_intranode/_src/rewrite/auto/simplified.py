@@ -10,6 +10,7 @@ from typing import Any
 from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import sdy, stablehlo
 
+from jax_intranode._src import reasons
 from jax_intranode._src.jax_private import hlo, mlir_text
 from jax_intranode._src.rewrite.auto.modules import (
     Unsuitable,
@@ -64,7 +65,7 @@ def simplified(module: Any, for_gpus: bool) -> Any:
     all_of_module = walk(module.operation)
     for operation in all_of_module:
         if operation.name == "func.call" and [n for n in operation.attributes if n != "callee"]:
-            raise Unsuitable("a call of a function with attributes")
+            raise Unsuitable(reasons.CALL_WITH_ATTRIBUTES)
     # They are put back when the functions are gone. An operation that was erased must not be read.
     for operation in [o for o in all_of_module if o.name == "sdy.manual_computation"]:
         inline_calls(operation, functions)

@@ -9,6 +9,7 @@ import dataclasses
 import hashlib
 from collections.abc import Iterator
 
+from jax_intranode._src import reasons
 from jax_intranode._src.native import definitions
 from jax_intranode._src.selection import select
 from jax_intranode._src.selection.overlap import model
@@ -84,17 +85,14 @@ def static_reason(sizes: Sizes, *, dtype: str, profile: Profile | str | None) ->
         return static.reason
     if any(length % 8 for length in (*sizes.ks, *sizes.ns)):
         ks, ns = (", ".join(map(str, lengths)) for lengths in (sizes.ks, sizes.ns))
-        return f"K {ks}, N {ns}; overlapped are multiples of 8"
+        return reasons.NOT_MULTIPLES_OF_8.of(ks=ks, ns=ns)
     return profile if isinstance(profile, str) and _forced is None else None
 
 
 def _fits_pipeline(sizes: Sizes, ring_bytes: int) -> str | None:
     """Returns why the ring is too small for the pipeline, which takes the least of it."""
     if sizes.row_bytes * definitions.MIN_SLOTS * sizes.world_size > ring_bytes:
-        return (
-            f"rows of {sizes.row_bytes} bytes and a ring of {ring_bytes}; JAX_INTRANODE_RING_MIB "
-            "sets its size"
-        )
+        return reasons.RING_TOO_SMALL.of(nbytes=sizes.row_bytes, has=ring_bytes)
     return None
 
 

@@ -14,6 +14,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from jax_intranode._src import reasons
 from jax_intranode._src.selection import generations
 
 
@@ -281,7 +282,7 @@ def known_from_kinds(kinds: Collection[str]) -> Profile | str | None:
         return MEASURED[first]
     for kind in (first, *others):
         if fused_for(kind) is None:
-            return f"not measured on {generations.hardware_of('gpu', kind)} GPUs"
+            return reasons.GPUS_NOT_MEASURED.of(gpus=generations.hardware_of("gpu", kind))
     return None
 
 
@@ -295,9 +296,9 @@ def from_facts(facts: Sequence[GpuFacts]) -> Profile | str:
         return known
     for of_one in facts:
         if of_one.compute_capability != fused_for(of_one.device_kind):
-            return f"not measured on {of_one.device_kind} GPUs"
+            return reasons.GPUS_NOT_MEASURED.of(gpus=of_one.device_kind)
         if not of_one.complete:
-            return f"{of_one.device_kind} does not report its SMs, clock and NVLinks"
+            return reasons.GPUS_WITHOUT_FACTS.of(gpus=of_one.device_kind)
     return scaled(_slowest(facts))
 
 

@@ -1,0 +1,207 @@
+"""Why jax.lax or XLA runs what this package does not: every reason is worded here, with its cause.
+
+Other modules find out which reason applies, and fill in its values. To add one, word it here. Only
+what a rendezvous or the model of overlapped matmuls has found, in its own numbers, is worded there.
+
+This module is below all others: it imports the standard library only.
+"""
+
+from collections.abc import Hashable, Sequence
+from typing import Any
+
+# Causes. JAX_INTRANODE_STRICT=1 tells them apart.
+NOT_FASTER = "not faster"  # nothing is sent, or no algorithm is faster, or none that was asked for
+UNSUPPORTED = "unsupported"  # this package has no algorithm for it
+REFUSED = "refused"  # an algorithm was wanted and could not be used
+
+
+class Reason(str):
+    """The text of a reason, which may have fields to be filled in.
+
+    Attributes:
+        cause: NOT_FASTER, UNSUPPORTED or REFUSED.
+    """
+
+    cause: str
+
+    def __new__(cls, text: str, cause: str = REFUSED) -> "Reason":
+        """Makes a reason."""
+        reason = super().__new__(cls, text)
+        reason.cause = cause
+        return reason
+
+    def of(self, **values: Any) -> "Reason":
+        """The reason with its values."""
+        return Reason(self.format(**values), self.cause)
+
+
+def cause_of(reason: str | None) -> str:
+    """The cause of a reason; REFUSED for one that another process has worded."""
+    return reason.cause if isinstance(reason, Reason) else REFUSED
+
+
+def names(axes: Sequence[Hashable]) -> str:
+    """Axes as text that is the same in all processes: names may be objects of any kind."""
+    return ", ".join(repr(a) if isinstance(a, str) else type(a).__name__ for a in axes)
+
+
+# The axes of a call. Others look for the first three in a reason.
+
+OTHER_AXIS = "is not one that shard_map has bound"
+UNBOUND_AXIS = "is not bound by shard_map, vmap or pmap"
+PARTLY_MANUAL = "a partly manual mesh"
+AXIS_NOT_BOUND = Reason(f"axis {{axes}} {OTHER_AXIS}")
+AXIS_UNBOUND = Reason(f"axis {{axes}} {UNBOUND_AXIS}")
+AXIS_HIDDEN = Reason(f"axis {{axes}} {OTHER_AXIS}: vmap hides that one")
+AXES_LEFT_TO_XLA = Reason(f"{PARTLY_MANUAL}: shard_map has not bound {{axes}}")
+AXES_NOT_NAMED = Reason(f"{PARTLY_MANUAL}: neither axis_name nor batch_axes has {{axes}}")
+AXIS_MISSING = Reason("an axis that is not bound")
+NO_AXES = Reason("no axes", NOT_FASTER)
+AXIS_TWICE = Reason("an axis that is named twice in {axes}", UNSUPPORTED)
+AXES_OF_VMAP = Reason("a vmap whose batch is divided over the mesh axes {axes}")
+AXES_OF_VMAP_TOO = Reason("over axes of vmap, too")
+AXES_IN_OTHER_ORDER = Reason("axes that the mesh has in another order", UNSUPPORTED)
+AXIS_OF_ONE_DEVICE = Reason(
+    "an axis of one device under jax_remove_size_one_mesh_axis_from_type", NOT_FASTER
+)
+NO_COLLECTIVES = Reason("jax.sharding.no_collectives")
+INDEX_GROUPS = Reason("axis_index_groups", UNSUPPORTED)
+
+# Its operands and other arguments.
+
+CONSTANT = Reason("a constant")
+NOT_AN_ARRAY = Reason("not an array", UNSUPPORTED)
+EMPTY = Reason("{operation} of no elements", NOT_FASTER)
+DTYPE = Reason("dtype {dtype}; supported are {dtypes}", UNSUPPORTED)
+ROW_TOO_LONG = Reason("rows of {hidden} elements; up to {most} are supported", UNSUPPORTED)
+UNREDUCED = Reason("an operand that is unreduced or reduced over mesh axes", UNSUPPORTED)
+VARIES_PARTLY = Reason("an operand that does not vary over all of the axes {axes}")
+VARY_DIFFERENTLY = Reason("results that vary over different axes")
+EXPLICIT_OPERAND = Reason("an operand sharded over explicit axes of the mesh")
+TO = Reason("to={to!r}", UNSUPPORTED)
+NO_DIMENSIONS = Reason("x has no dimensions")
+DIMENSION = Reason("{name} is {value}; with {ndim} dimensions it must be from {least} to {most}")
+LENGTH = Reason(
+    "x has the shape {shape}; with {size} ranks, the length of its dimension {dimension} must be "
+    "{needed}"
+)
+PERM_OF_OTHER_TYPE = Reason("perm is no list or tuple", UNSUPPORTED)
+PERM_WITHOUT_PAIRS = Reason(
+    "perm is {perm!r}; it must be pairs of source and destination", UNSUPPORTED
+)
+PERM_OUTSIDE = Reason("perm has the {what} {rank}; there are {size} ranks", UNSUPPORTED)
+PERM_TWICE = Reason("perm has the {what} {rank} more than once", UNSUPPORTED)
+PLACED = Reason("under compute_on or set_xla_metadata")
+INSIDE = Reason("inside {name}, where nothing is rewritten")
+
+# Where it is lowered, and by whom.
+
+NO_MESH = Reason("no shard_map over a mesh of known devices around it")
+EXPORT = Reason("lowered by jax.export")
+PLATFORMS = Reason("lowered for several platforms: {platforms}")
+PLATFORM = Reason("platform {platform}; supported are cpu and cuda")
+OTHER_PLATFORM = Reason("lowered for {platform}, which is not the platform of the devices")
+WITHOUT_SET_MESH = Reason("traced without the mesh of jax.set_mesh")
+OTHER_DEVICES = Reason("traced under a mesh with other devices, or in another order")
+NOT_HERE = Reason("this process has none of these devices")
+INTERRUPTED = Reason("the rendezvous of its processes was interrupted")
+OTHER_OPERATIONS = Reason("the processes would replace different operations of a program")
+DISABLED = Reason("JAX_INTRANODE_DISABLE=1")
+NOT_INSTALLED = Reason("left to lax; jax_intranode.install() replaces it where that pays")
+NOT_SEEN = Reason("not seen by the rewriting")
+OTHER_KIND = Reason("{operation} is not one of the kinds that this package accelerates")
+
+# The group, its memory, and what was measured.
+
+ONE_RANK = Reason("a group of one rank", NOT_FASTER)
+TOO_MANY_RANKS = Reason("a group of {ranks} ranks; at most {most} are supported", UNSUPPORTED)
+HOSTS = Reason("group {group} spans hosts: its processes are {difference}")
+NO_LINK = Reason(
+    "devices {first} and {second} of group {group} have no link to each other (hybrid cube mesh)"
+)
+HYBRID_CUBE_MESH = Reason("only psum has kernels for a hybrid cube mesh", UNSUPPORTED)
+NEEDS_LINKS = Reason("JAX_INTRANODE_ALGORITHM={algorithm} needs a link between each pair of ranks")
+REGIONS = Reason(
+    "the slab's {regions} regions serve other groups of these devices; a program can use that many "
+    "partitions of a mesh, and permutes take one more for each"
+)
+_EPOCH_BUFFER = "an epoch buffer, which has {has} bytes; JAX_INTRANODE_SLAB_MIB sets its size"
+EPOCH_BUFFER = Reason(f"{{nbytes}} bytes of {{dtype}} need {{needed}} bytes of {_EPOCH_BUFFER}")
+FORCED_EPOCH_BUFFER = Reason(EPOCH_BUFFER, NOT_FASTER)
+ROWS_IN_EPOCH_BUFFER = Reason(
+    f"rows of {{nbytes}} bytes among {{ranks}} ranks do not fit {_EPOCH_BUFFER}"
+)
+ALGORITHM_LAX = Reason("JAX_INTRANODE_ALGORITHM=lax", NOT_FASTER)
+NOT_MEASURED = Reason("no group of {ranks} ranks or more has been measured", NOT_FASTER)
+NOT_TUNED = Reason("{reason}; a tuning of this node would decide", NOT_FASTER)
+TOO_LARGE = Reason(
+    "{nbytes} bytes of {dtype}; up to {upto} are faster than lax {source}", NOT_FASTER
+)
+
+# Overlapped matmuls.
+
+NOT_OVERLAPPED = Reason("{operation} {order} the matmul, not overlapped ({why}); {reason}")
+CPU_DEVICES = Reason("CPU devices")
+NO_CUBLAS = Reason("cuBLASLt was not found")
+CUBLAS_VERSIONS = Reason("processes have different versions of cuBLASLt: {versions}")
+NO_RING = Reason("JAX_INTRANODE_RING_MIB=0")
+RING_TOO_SMALL = Reason(
+    "rows of {nbytes} bytes and a ring of {has}; JAX_INTRANODE_RING_MIB sets its size"
+)
+CUBE_MESH_OF_MATMULS = Reason("a hybrid cube mesh")
+GPUS_NOT_MEASURED = Reason("not measured on {gpus} GPUs")
+GPUS_WITHOUT_FACTS = Reason("{gpus} does not report its SMs, clock and NVLinks")
+DTYPES_DIFFER = Reason("dtypes {dtypes}; all operands and results must have the same")
+PRECISION = Reason("precision {precision}")
+NOT_MULTIPLES_OF_8 = Reason("K {ks}, N {ns}; overlapped are multiples of 8")
+
+# Programs that XLA's partitioner divides, as a whole, and their operations.
+
+NO_SHARDY = Reason("jax_use_shardy_partitioner is False")
+NOTHING_SHARDED = Reason("nothing is sharded", NOT_FASTER)
+SEVERAL_MESHES = Reason("several meshes")
+MESH_OF_OTHER_DEVICES = Reason("a mesh of other devices than the program's")
+PARTS_OF_AXES = Reason("shardings over parts of axes, or unreduced values", UNSUPPORTED)
+ARGUMENT = Reason("an argument of {name}")
+CALL_WITH_ATTRIBUTES = Reason("a call of a function with attributes")
+MANY_CONSTANTS = Reason("more than 32 MiB of constants: pass the arrays as arguments")
+CALLBACK = Reason("a callback to Python")
+OWN_FUNCTION = Reason("an operation that has its own function")
+SYMBOLIC_SHAPES = Reason("symbolic shapes")
+REFUSED_BY_XLA = Reason("XLA does not compile what it became")
+SHARDED_DIFFERENTLY = Reason(
+    "with the replacements XLA would shard the rest of the program differently; "
+    "jax.lax.with_sharding_constraint on intermediate results, also inside loops, often avoids that"
+)
+UNKNOWN_DTYPE = Reason(
+    "a dtype, such as complex64, that is not replaced in auto-sharded programs", UNSUPPORTED
+)
+UNEVEN = Reason("a dimension that the axes do not divide", UNSUPPORTED)
+BOOLEANS = Reason("a sum of booleans is True or False, and a psum counts", UNSUPPORTED)
+DOT_ALGORITHM = Reason("a dot algorithm", UNSUPPORTED)
+NO_SUM = Reason("a reduction that is not a sum", UNSUPPORTED)
+SUM_FROM_OTHER = Reason("a sum that does not begin at 0", UNSUPPORTED)
+NO_PLAN = Reason("no plan of gathers and sums", UNSUPPORTED)
+UNKNOWN_PLAN = Reason("XLA computes it with {collectives}, in a way that is not known", UNSUPPORTED)
+NOT_COMPILED_ALONE = Reason("XLA does not compile it alone: {error}", UNSUPPORTED)
+UNKNOWN_COLLECTIVE = Reason("XLA adds a collective that is not understood", UNSUPPORTED)
+UNKNOWN_GROUPS = Reason("XLA adds {kind} among {groups}", UNSUPPORTED)
+GROUPS_OF_NO_AXES = Reason("groups that are not those of mesh axes", UNSUPPORTED)
+SEVERAL_OPERANDS = Reason("several operands", UNSUPPORTED)
+DIMENSION_OF_AUTO_AXES = Reason(
+    "its dimension is sharded over Auto axes, or its result otherwise", UNSUPPORTED
+)
+NOT_IN_AUTO = Reason("{name} over manual axes in an auto-sharded program", UNSUPPORTED)
+NO_COLLECTIVE = Reason("nothing in it is a collective", NOT_FASTER)
+SHARED = Reason("another operation that needs the same gathered array is left", NOT_FASTER)
+WHOLE_SUM = Reason("XLA would have the whole sum for another operation that needs it", NOT_FASTER)
+# Measured: decoding with two sums of this package a layer was 0.91 to 0.96 times as fast where the
+# queries, keys and values are three parts of one product. See docs/performance.md.
+PERMUTES = Reason(
+    "XLA permutes between such operations, which then cost more than they gain", NOT_FASTER
+)
+SHORTER = Reason(
+    "XLA removes dimensions of one element, here and from operations that it still does", NOT_FASTER
+)
+OVERLAPS = Reason("XLA can overlap it with the matmuls after it", NOT_FASTER)
+OVERLAPS_SEVERAL = Reason(f"{OVERLAPS}, with others that it combines", NOT_FASTER)

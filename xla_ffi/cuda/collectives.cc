@@ -78,8 +78,11 @@ cudaError_t LaunchPermute(ElementType type, const DeviceGroup& group, const Perm
   for (int m = 0; m < call.count; ++m) digest = digest * 1000003 + call.buffer[m].bytes;
   const Buffer& first = call.buffer[0];
   const bool aligned = call.count == 1 && AlignedBuffer::Is(first, 1);
-  const AlignedPermute one{
-      {first.in, first.out, first.bytes}, {call.source[0]}, {call.destination[0]}};
+  const AlignedPermute one{{first.in, first.out, first.bytes},
+                           {call.source[0]},
+                           {call.destination[0]},
+                           call.sources,
+                           call.destinations};
   DeviceGroup typed = group;
   typed.type = type;
   return LaunchKernel(bare ? BarePermuteKernel(aligned) : FlaggedPermuteKernel(aligned), typed,

@@ -188,6 +188,9 @@ struct Permute {
 //   room there. Who reads it: p, in call e. It can't meet the word of call e - 2 for the same
 //   reason as packets can't. Who clears it: p, when it has read it. The word holds only the lowest
 //   bits of e, and r may send to p again many calls later.
+//
+//   So a rank finds no word of a rank that is not its source, unless that one has another
+//   permutation. A word that comes after it has looked is found two calls later.
 template <class Thread, class G, class C>
 JIN_FN void BeginPermute(Thread& t, const G& g, const C& c) {
   RegionHeader* h = g.Header();
@@ -207,6 +210,9 @@ JIN_FN void BeginPermute(Thread& t, const G& g, const C& c) {
   if (is_source) {
     AwaitSameOperation(t, g, peer, epoch);
     StorePair(g.OperationOf(peer, g.rank, epoch), 0);
+  } else if (is_peer) {
+    const uint64_t told = LoadPair(g.OperationOf(peer, g.rank, epoch));
+    if (told != 0) t.MeetsOther(peer, told);
   }
   t.Sync();  // every thread has read the count
   if (t.Thread() == 0) Store(&h->operations, epoch + 1);

@@ -109,6 +109,20 @@ def test_links_of_a_chain_fit(name: str) -> None:
     assert np.array_equal(got, 0.5 * np.ravel(wanted))
 
 
+@pytest.mark.parametrize("name", ["psum", "pmax", "ppermute"])
+def test_operations_are_measured_in_a_graph(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    (record,) = OPERATIONS[name].steps
+    selected = [select.Selection(record.algorithms[0], "", blocks=8)]
+    monkeypatch.setattr(collectives, "_selected", lambda *_: selected)
+    times = {name: timing.Times(2.0, 2.0) for name in ("ours", "lax")}
+    monkeypatch.setattr(collectives, "times_from_jax", lambda *_, **__: (times, 0))
+    in_graph = (timing.Times(1.5, 1.7), 0)
+    monkeypatch.setattr(collectives, "measure_in_graph", lambda *_: in_graph)
+    monkeypatch.setattr(matmuls, "profile_of", lambda mesh: H200)
+    row, _ = collectives.measure(settings_of(name, platform="gpu"), mesh_of_two(), "float32", 256)
+    assert (row["graph_time_us"], row["graph_wrong"]) == (1.5, 0)
+
+
 def test_sms_and_share_of_the_link(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a call in several operations: the SMs of the largest, and the link rate of the profile."""
     mesh = mesh_of_two()

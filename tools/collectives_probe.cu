@@ -378,7 +378,7 @@ class Probe {
         members.Append({in + begin, out + begin, 2 * elements}, sources[rank],
                        to == sources.end() ? -1 : static_cast<int>(to - sources.begin()));
       });
-      Check(LaunchPermute(kType, permuting_[rank], members, o.shape, ranks_[rank].stream));
+      Check(LaunchPermute(kType, permuting_[rank], members, 0, o.shape, ranks_[rank].stream));
       return;
     }
     if (o.buffers == 1) return launch(Buffer{in, out, 2 * o.elements});

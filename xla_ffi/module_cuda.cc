@@ -60,16 +60,17 @@ struct CudaBackend {
 nb::tuple TimeOnGroup(const std::vector<int64_t>& device_ids, int64_t group_size, int device,
                       int algorithm_number, uint32_t segments, int blocks, int threads,
                       nb::bytes data, const std::string& dtype, int calls, int repetitions) {
-  const auto communicator = Registry<DeviceCommunicator>::Get().Find({device_ids, group_size});
+  const Algorithm algorithm = static_cast<Algorithm>(algorithm_number);
+  const Partition partition{device_ids, group_size, HasOwnRegion(algorithm)};
+  const auto communicator = Registry<DeviceCommunicator>::Get().Find(partition);
   if (!communicator || !communicator->members.contains(device)) {
     throw std::invalid_argument("jax_intranode: CUDA device " + std::to_string(device) +
-                                " is in none of the groups " + ToString({device_ids, group_size}));
+                                " is in none of the groups " + ToString(partition));
   }
   if (std::string failure = communicator->closed ? kShutDown : communicator->failure(device);
       !failure.empty()) {
     throw std::runtime_error(failure);
   }
-  const Algorithm algorithm = static_cast<Algorithm>(algorithm_number);
   const std::optional<ElementType> type = ElementTypeNamed(algorithm, dtype);
   if (!type) throw std::invalid_argument("jax_intranode: " + dtype + " has no kernels");
   const std::string input(data.c_str(), data.size());

@@ -232,6 +232,33 @@ def takes_no_other_data(operations: list[str]) -> None:
     os._exit(0)
 
 
+def permutes_otherwise(perms: list[list[list[int]]]) -> None:
+    """Each rank has a permutation of its own. Neither may await what the other one sends."""
+    logging.basicConfig()
+    mesh = cases.line()
+    perm = [tuple(pair) for pair in perms[jax.process_index()]]
+    x = cases.put(mesh, P("x"), np.ones((200,), np.float32))
+
+    def permuted(v: jax.Array) -> jax.Array:
+        return jax_intranode.ppermute(v, "x", perm)
+
+    program = jax.jit(cases.sharded(permuted, mesh, P("x"), P("x")))
+
+    def run() -> None:
+        for _ in range(4):  # GPUs may find it in the third call
+            program(x).block_until_ready()
+
+    jax_intranode.initialize(mesh)
+    threading.Thread(target=run, daemon=True).start()  # as in takes_no_other_data
+    while (failure := jax_intranode.last_failure()) is None:
+        time.sleep(0.05)
+    say("ERROR", failure.message)
+    come("over", [0, 1])
+    sys.stdout.flush()
+    time.sleep(0 if jax.process_index() else 2)  # JAX's coordination service ends last
+    os._exit(0)
+
+
 def misses_a_rank(missing: int) -> None:
     """One process comes after the others have given up on it."""
     mesh = cases.line()
@@ -404,6 +431,17 @@ def test_gpus_take_no_data_of_another_operation(
             re.MULTILINE,
         ), log
         assert lines(log, "RECORD") == [str(("mismatch", rank, other, "gpu"))], log
+
+
+@pytest.mark.parametrize(
+    "perms", [[[[0, 1]], [[1, 0]]], full([[[0, 1], [1, 0]], [[0, 1]]])], ids=["apart", "swap"]
+)
+def test_ranks_with_other_permutations(ranks: Any, perms: list[Any]) -> None:
+    need_ranks(2)
+    env = {"JAX_INTRANODE_TIMEOUT_S": "4"}
+    for log in ranks(permutes_otherwise, 2, env=env, arguments=[perms]):
+        (error,) = lines(log, "ERROR")
+        assert "ppermute" in error and "same operations" in error, error
 
 
 @pytest.mark.parametrize("missing", [full(0), 1])

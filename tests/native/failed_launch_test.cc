@@ -58,8 +58,10 @@ cudaError_t LaunchNorm(ElementType, const DeviceGroup&, const NormCall&, LaunchS
                        cudaStream_t) {
   return next_status;
 }
-cudaError_t LaunchPermute(ElementType, const DeviceGroup&, const Permutes&, LaunchShape,
-                          cudaStream_t) {
+uint64_t permutations_of_call = 0;
+cudaError_t LaunchPermute(ElementType, const DeviceGroup&, const Permutes&, uint64_t permutations,
+                          LaunchShape, cudaStream_t) {
+  permutations_of_call = permutations;
   return next_status;
 }
 bool NormFits(ElementType, const NormCall&, LaunchShape) { return true; }
@@ -243,6 +245,26 @@ int main(int argc, char** argv) {
   };
   CHECK(call().empty() && launches == 1);
   CHECK(records[0].abort == 0 && communicator->members[0].group.Header()->closed == 0);
+
+  // Permutes that differ in their permutations alone are different operations.
+  Registry<DeviceCommunicator>::Get().Add({{0, 1}, 2, true}, communicator);
+  Frame permute = frame;
+  int32_t permutes = static_cast<int32_t>(Algorithm::kPermute);
+  of_algorithm.value = &permutes;
+  int64_t sources[2];
+  XLA_FFI_Array of_ranks{XLA_FFI_DataType_S64, 2, sources};
+  permute.attributes["sources"] = {XLA_FFI_AttrType_ARRAY, &of_ranks};
+  void* const state_of_sum = state;
+  const auto permuted = [&](int64_t of_0, int64_t of_1) {
+    sources[0] = of_0;
+    sources[1] = of_1;
+    permute.Run(&CudaCollectiveInstantiate, XLA_FFI_ExecutionStage_INSTANTIATE);
+    permute.Run(&CudaCollective, XLA_FFI_ExecutionStage_EXECUTE, {x}, {x});
+    return permutations_of_call;
+  };
+  const uint64_t swap = permuted(1, 0), to_1 = permuted(-1, 0), to_0 = permuted(1, -1);
+  CHECK(swap != 0 && swap != to_1 && swap != to_0 && to_0 != to_1 && permuted(1, 0) == swap);
+  state = state_of_sum;
 
   next_status = cudaSuccess + 1;
   capturing = how == "captured";

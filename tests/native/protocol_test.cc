@@ -248,11 +248,13 @@ bool RunPlan(HostThread& t, const TestGroup& g, const jin::Buffer& whole, const 
     if (g.rank % 2 != 0 || plan.buffers > 1 || !jin::AlignedBuffer::Is(whole, 1)) {
       return RunPermute(t, g, members, plan);
     }
-    return RunPermute(
-        t, g,
-        jin::AlignedPermute{
-            {whole.in, whole.out, whole.bytes}, {members.source[0]}, {members.destination[0]}},
-        plan);
+    return RunPermute(t, g,
+                      jin::AlignedPermute{{whole.in, whole.out, whole.bytes},
+                                          {members.source[0]},
+                                          {members.destination[0]},
+                                          members.sources,
+                                          members.destinations},
+                      plan);
   }
   if (plan.buffers == 1) {
     // Ranks may use different kinds of buffers.

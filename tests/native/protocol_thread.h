@@ -87,6 +87,7 @@ struct HostThread {
   void Enter(uint32_t* busy, uint32_t*) {
     if (thread == 0 && jin::Exchange(busy, 1) != 0) met = true;
   }
+  void Arrived() { started = {}; }
   void FenceSegment() {
     jin::Fence();
     jitter->Pause();

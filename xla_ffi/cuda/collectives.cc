@@ -70,16 +70,17 @@ cudaError_t Launch(Algorithm algorithm, ElementType type, const DeviceGroup& gro
 }
 
 cudaError_t LaunchPermute(ElementType type, const DeviceGroup& group, const Permutes& call,
-                          LaunchShape shape, cudaStream_t stream) {
+                          uint64_t permutations, LaunchShape shape, cudaStream_t stream) {
   const bool bare = PacketBytes(type) == BarePackets::kBytes;
-  // Ranks must agree on the type and on the sizes of the members. The permutations are those of
-  // the program, which all ranks have compiled alike.
-  uint64_t digest = static_cast<uint64_t>(type);
+  uint64_t digest = permutations * 1000003 + static_cast<uint64_t>(type);
   for (int m = 0; m < call.count; ++m) digest = digest * 1000003 + call.buffer[m].bytes;
   const Buffer& first = call.buffer[0];
   const bool aligned = call.count == 1 && AlignedBuffer::Is(first, 1);
-  const AlignedPermute one{
-      {first.in, first.out, first.bytes}, {call.source[0]}, {call.destination[0]}};
+  const AlignedPermute one{{first.in, first.out, first.bytes},
+                           {call.source[0]},
+                           {call.destination[0]},
+                           call.sources,
+                           call.destinations};
   DeviceGroup typed = group;
   typed.type = type;
   return LaunchKernel(bare ? BarePermuteKernel(aligned) : FlaggedPermuteKernel(aligned), typed,

@@ -53,8 +53,9 @@ cudaError_t Launch(Algorithm algorithm, ElementType type, const DeviceGroup& gro
 cudaError_t Launch(Algorithm algorithm, ElementType type, const DeviceGroup& group,
                    const Buffers& buffers, uint32_t segments, LaunchShape shape,
                    cudaStream_t stream);
+// `permutations`: a hash of those of all members. The ranks must agree on it.
 cudaError_t LaunchPermute(ElementType type, const DeviceGroup& group, const Permutes& call,
-                          LaunchShape shape, cudaStream_t stream);
+                          uint64_t permutations, LaunchShape shape, cudaStream_t stream);
 cudaError_t LaunchNorm(ElementType type, const DeviceGroup& group, const NormCall& call,
                        LaunchShape shape, cudaStream_t stream);
 

@@ -16,6 +16,18 @@ Owned<void> DeviceMemory(size_t bytes) {
   return Owned<void>(memory);
 }
 
+// One launch. In a permute each rank sends to the next one.
+cudaError_t LaunchTimed(Algorithm algorithm, ElementType type, const DeviceGroup& group,
+                        const Buffer& buffer, uint32_t segments, LaunchShape shape,
+                        cudaStream_t stream) {
+  if (algorithm != Algorithm::kPermute) {
+    return Launch(algorithm, type, group, buffer, segments, shape, stream);
+  }
+  Permutes call;
+  call.Append(buffer, (group.rank + group.size - 1) % group.size, (group.rank + 1) % group.size);
+  return LaunchPermute(type, group, call, 0, shape, stream);
+}
+
 }  // namespace
 
 GraphTiming TimeInGraph(int device, const DeviceGroup& group, Algorithm algorithm, ElementType type,
@@ -46,8 +58,8 @@ GraphTiming TimeInGraph(int device, const DeviceGroup& group, Algorithm algorith
   ThrowIfError(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal), "capturing");
   cudaError_t error = cudaSuccess;
   for (int call = 0; call < calls && error == cudaSuccess; ++call) {
-    error =
-        Launch(algorithm, type, group, Buffer{in.get(), out.get(), bytes}, segments, shape, stream);
+    error = LaunchTimed(algorithm, type, group, Buffer{in.get(), out.get(), bytes}, segments, shape,
+                        stream);
   }
   const cudaError_t end_error = cudaStreamEndCapture(stream, &graph);
   const Owned<CUgraph_st> owned_graph(end_error == cudaSuccess ? graph : nullptr);

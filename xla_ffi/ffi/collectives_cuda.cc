@@ -39,7 +39,7 @@ cudaError_t LaunchOne(const DeviceSite& site, ElementType type, const DeviceGrou
 }
 cudaError_t LaunchOne(const DeviceSite& site, ElementType type, const DeviceGroup& group,
                       const Permutes& call, cudaStream_t stream) {
-  return LaunchPermute(type, group, call, site.shape(), stream);
+  return LaunchPermute(type, group, call, site.permutations, site.shape(), stream);
 }
 cudaError_t LaunchOne(const DeviceSite& site, ElementType type, const DeviceGroup& group,
                       const NormCall& call, cudaStream_t stream) {

@@ -8,6 +8,7 @@
 #include <string_view>
 #include <utility>
 
+#include "../health/call_sites.h"
 #include "../kernels/algorithms.h"
 #include "registry.h"
 #include "xla/ffi/api/ffi.h"
@@ -97,6 +98,7 @@ struct CollectiveSite : Site<Communicator> {
   int blocks, threads;       // on GPUs
   float eps, weight_offset;  // of a norm
   std::vector<int> sources;  // of a permute: for each member, the source of each rank, or -1
+  uint64_t permutations;     // a hash of them
 
   ffi::Error Read(ffi::Dictionary all) {
     Attributes attributes(all);
@@ -109,6 +111,8 @@ struct CollectiveSite : Site<Communicator> {
     if (ffi::Error error = Site<Communicator>::Read(&attributes); error.failure()) return error;
     if (this->algorithm == Algorithm::kPermute) {
       sources.assign(of_ranks.begin(), of_ranks.end());
+      permutations = 0;
+      for (const int source : sources) permutations = FnvStep(permutations, source + 2);
       const int size = static_cast<int>(this->partition.size);
       if (!ArePermutations(sources, size)) {
         return ffi::Error::InvalidArgument(

@@ -40,6 +40,8 @@ struct ResumableThread {
   }
   // Nothing to check: a group begins one operation at a time, and handlers refuse closed groups.
   void Admit() const {}
+  void Arrived() const {}
+  void Sync() const {}
   void FenceSegment() const { Fence(); }
 
   // Ends a call that a list of kernels/algorithms.h has, and this file does not.

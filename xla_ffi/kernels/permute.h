@@ -16,14 +16,15 @@
 //   Why packets of call e can't meet those of an earlier call in the same epoch buffer: the owner
 //   has begun call e - 1, so its call e - 2 has ended. By then it had read and armed the packets of
 //   all calls up to e - 2, from whichever ranks they came. The end of a kernel orders its arming
-//   before the store of begun, and the sender's acquiring load of begun orders that before its
-//   packets. So calls need not have the same sources, and one slot for all of them will do.
+//   before the store of begun. The sender's acquiring load of begun orders that before the packets
+//   of its thread, and the barrier of its block before those of the block's other threads
+//   (AwaitRoom). So calls need not have the same sources, and one slot for all of them will do.
 //   With begun >= e - 2 a rank that only sends would overwrite what has not been read.
 //
 //   Why nobody waits for ever: of the calls that have not ended on all ranks, take the first one,
-//   c. No rank is in an earlier call. The destination of a rank in c has begun c - 1. Its source is
-//   in c, and sends, or has ended c, and has sent. A rank waits for its source, and for its
-//   destination only if that one is two calls behind; other ranks delay nobody.
+//   c. No rank is in an earlier call. All destinations of a rank in c have begun c - 1, so it
+//   sends. Its sources are in c, and send, or have ended c, and have sent. A rank waits for its
+//   sources, and for its destinations only if they are two calls behind; other ranks delay nobody.
 //
 // One call may have several members, with arrays and a permutation each. Their packs lie one after
 // another in the epoch buffer, as in buffers.h.
@@ -44,10 +45,13 @@ struct Permutes {
   Buffer buffer[kMaxMembers];
   uint32_t end[kMaxMembers];  // the pack after the last one of each
   int source[kMaxMembers], destination[kMaxMembers];
+  uint32_t sources = 0, destinations = 0;  // of all members; bit r: rank r
   int count = 0;
 
   // Host only. `count` must be less than kMaxMembers.
   void Append(const Buffer& b, int from, int to) {
+    if (from >= 0) sources |= 1u << from;
+    if (to >= 0) destinations |= 1u << to;
     buffer[count] = b;
     end[count] = static_cast<uint32_t>(Packs() + PacksOf(b.bytes));
     source[count] = from;
@@ -72,7 +76,7 @@ struct Permutes {
 struct AlignedPermute {
   AlignedBuffer buffer;
   int source[1], destination[1];
-  static constexpr int count = 1;
+  uint32_t sources, destinations;
 
   JIN_FN size_t Packs() const { return buffer.Packs(); }
   JIN_FN int Member(size_t) const { return 0; }
@@ -102,6 +106,23 @@ JIN_FN bool HasRoom(const G& g, int to, uint32_t epoch) {
   return static_cast<int32_t>(LoadAcquire(BegunOf(g, to, g.rank)) - (epoch - 1)) >= 0;
 }
 
+// Waits until all destinations have room. For each of them one thread of the block looks: on GPUs
+// an acquiring load waits for its answer and empties the L1 cache, so the others do without. They
+// pass a barrier, which is cumulative, before they store. False: a wait was given up; the phase is
+// resumed at pack i.
+template <class Thread, class G, class C>
+JIN_FN bool AwaitRoom(Thread& t, const G& g, const C& c, uint32_t epoch, size_t i) {
+  for (int to = t.Thread(); to < g.size; to += t.Threads()) {
+    if (to == g.rank || (c.destinations >> to & 1) == 0) continue;
+    while (!HasRoom(g, to, epoch)) {
+      if (!t.Wait(i, to)) return false;
+    }
+  }
+  t.Arrived();
+  t.Sync();
+  return true;
+}
+
 template <class Type, int N, class PacketsOfType>
 struct Permute {
   using Packets = PacketsOfType;
@@ -109,24 +130,26 @@ struct Permute {
   template <class Thread, class G, class C>
   JIN_FN static bool Send(Thread& t, const G& g, const C& c, uint32_t epoch) {
     const size_t packs = c.Packs();
-    uint32_t has_room = 0;  // by rank
-    for (size_t i = t.First(); i < packs; i += t.Stride()) {
-      const int m = c.Member(i), to = c.destination[m];
+    size_t i = t.First();
+    int m = 0, to = -1;
+    Pack p;
+    const auto load = [&] {
+      if (i >= packs) return;
+      m = c.Member(i);
+      to = c.destination[m];
+      if (to >= 0) p = c.Load(m, i);
+    };
+    load();  // the answers to Enter and HasRoom take as long
+    if (!AwaitRoom(t, g, c, epoch, i)) return false;
+    t.Admit();
+    for (; i < packs; i += t.Stride(), load()) {
       if (to < 0) continue;
-      const Pack p = SendableOf<Type>(t, c.Load(m, i));
-      if (to == g.rank) {  // as it would be sent
-        c.Store(m, i, p);
-        continue;
+      p = SendableOf<Type>(t, p);
+      if (to == g.rank) {
+        c.Store(m, i, p);  // as it would be sent
+      } else {
+        Packets::Put(g.EpochBuffer(to, epoch), i, p);
       }
-      while ((has_room >> to & 1) == 0) {
-        if (HasRoom(g, to, epoch)) {
-          has_room |= 1u << to;
-        } else if (!t.Wait(i, to)) {
-          return false;
-        }
-      }
-      t.Admit();
-      Packets::Put(g.EpochBuffer(to, epoch), i, p);
     }
     return true;
   }
@@ -165,27 +188,31 @@ struct Permute {
 //   room there. Who reads it: p, in call e. It can't meet the word of call e - 2 for the same
 //   reason as packets can't. Who clears it: p, when it has read it. The word holds only the lowest
 //   bits of e, and r may send to p again many calls later.
+//
+//   So a rank finds no word of a rank that is not its source, unless that one has another
+//   permutation. A word that comes after it has looked is found two calls later.
 template <class Thread, class G, class C>
 JIN_FN void BeginPermute(Thread& t, const G& g, const C& c) {
   RegionHeader* h = g.Header();
   const uint32_t closed = Load(&h->closed), epoch = Load(&h->operations);
-  t.Admit(0, closed);
   const int peer = t.Thread();
-  if (peer < g.size && peer != g.rank) {
-    TellBegun(g, peer, epoch);
-    bool is_source = false, is_destination = false;
-    for (int m = 0; m < c.count; ++m) {
-      is_source = is_source || c.source[m] == peer;
-      is_destination = is_destination || c.destination[m] == peer;
-    }
-    if (is_destination) {
-      while (!HasRoom(g, peer, epoch)) t.Wait(0, peer);
-      TellOperation(g, peer, epoch);
-    }
-    if (is_source) {
-      AwaitSameOperation(t, g, peer, epoch);
-      StorePair(g.OperationOf(peer, g.rank, epoch), 0);
-    }
+  const bool is_peer = peer < g.size && peer != g.rank;
+  const bool is_source = is_peer && (c.sources >> peer & 1) != 0;
+  const bool is_destination = is_peer && (c.destinations >> peer & 1) != 0;
+  bool has_room = is_destination && HasRoom(g, peer, epoch);  // one wait for all three answers
+  t.Admit(0, closed);
+  if (is_peer) TellBegun(g, peer, epoch);
+  if (is_destination) {
+    for (; !has_room; has_room = HasRoom(g, peer, epoch)) t.Wait(0, peer);
+    t.Arrived();  // a wait for the source is timed by itself
+    TellOperation(g, peer, epoch);
+  }
+  if (is_source) {
+    AwaitSameOperation(t, g, peer, epoch);
+    StorePair(g.OperationOf(peer, g.rank, epoch), 0);
+  } else if (is_peer) {
+    const uint64_t told = LoadPair(g.OperationOf(peer, g.rank, epoch));
+    if (told != 0) t.MeetsOther(peer, told);
   }
   t.Sync();  // every thread has read the count
   if (t.Thread() == 0) Store(&h->operations, epoch + 1);

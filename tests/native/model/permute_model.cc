@@ -79,6 +79,7 @@ struct ModelThread {
   void Enter(uint32_t* busy, uint32_t*) {
     if (jin::Exchange(busy, 1) != 0) model::TheMachine().Fail("wrong: the region is busy");
   }
+  void Arrived() const {}
   void Admit() const {}
   void Admit(uint32_t, uint32_t) const {}
   void MeetsOther(int, uint64_t) { model::TheMachine().Fail("wrong: meets another operation"); }

@@ -73,9 +73,6 @@ def measure(
     graph_times, graph_wrong = None, None
     # A sequence of our kernels on one array can be measured there.
     can_be_in_graph = settings.platform == "gpu" and settings.leaves == 1 and not operation.is_mean
-    can_be_in_graph = can_be_in_graph and not any(
-        definitions.has_own_region(name) for step in operation.steps for name in step.algorithms
-    )
     if can_be_in_graph and not reasons:
         shards = oracle_of.own_shards(mesh)
         graph_times, graph_wrong = measure_in_graph(

@@ -378,11 +378,11 @@ def measure(rank: Rank, seconds: float, operations: list[str], **fields: Any) ->
     mesh = rank.mesh()
     jax_intranode.initialize(mesh)
     rendezvous = rendezvous_lib.rendezvous_of(mesh.devices.flat)
-    reason = rendezvous.reason or communicator.communicator(
-        rendezvous, partition_lib.partition(mesh, ("x",))
-    )
-    if reason is not None:
-        raise RuntimeError(f"these devices can't be measured: {reason}")
+    groups = partition_lib.partition(mesh, ("x",))
+    for algorithm in dict.fromkeys(name for op in operations for name in RECORDS[op].in_order):
+        reason = communicator.communicator(rendezvous, groups, algorithm)
+        if reason is not None:
+            raise RuntimeError(f"these devices can't be measured: {reason}")
 
     mode = "single" if settings.mode == SINGLE_PROCESS else "multi"
     device = mesh.devices.flat[0].device_kind

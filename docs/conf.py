@@ -1,6 +1,6 @@
 """The site: Sphinx reads the Markdown pages of this repository as they are.
 
-    pip install '.[docs]' && .ci/docs
+    pip install --group docs && .ci/docs
 
 The source folder is the repository and not docs, so the links between README.md, docs and tools
 work in the site as they do in a checkout. docs/README.md is the side bar, too; a page that it lacks

@@ -5,6 +5,7 @@ import importlib.util
 import re
 from pathlib import Path
 
+import jax
 import pytest
 from devices import need_devices
 from processes import python
@@ -81,6 +82,14 @@ def test_one_process(name: str, ran: dict[str, tuple[str, str]]) -> None:
         pytest.skip(f"{missing[0]} is not installed")
     code, output = ran[name]
     assert code == "0" and output, output
+
+
+def test_the_output_in_the_readme(ran: dict[str, tuple[str, str]]) -> None:
+    """That of CPU devices, up to the line of dots."""
+    (shown,) = re.findall(r"^```\n(16384\n.*?)^\.\.\.$", README.read_text(), re.M | re.S)
+    if jax.default_backend() != "cpu":
+        pytest.skip("the README shows the output of CPU devices")
+    assert ran["layer.py"][1].startswith(shown)
 
 
 @pytest.mark.parametrize("name", quick(OF_PROCESSES, OF_PROCESSES[:1]))

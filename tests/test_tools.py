@@ -29,7 +29,12 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 from jax_intranode._src.command_line.bench import report
-from jax_intranode._src.command_line.launcher.runs import MODES, SINGLE_PROCESS, ProgressLine
+from jax_intranode._src.command_line.launcher.runs import (
+    MODES,
+    PROCESS_PER_DEVICE,
+    SINGLE_PROCESS,
+    ProgressLine,
+)
 from jax_intranode._src.native import definitions
 from jax_intranode._src.selection import tuning
 from jax_intranode._src.selection.overlap import plan as overlap_plan
@@ -139,47 +144,44 @@ def test_the_figures_of_the_pages_are_up_to_date(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     names = {str(page.relative_to(ROOT)) for page in performance_page.PAGES}
-    assert names == {"docs/performance.md", "docs/when.md", "docs/serving.md", "README.md"}
+    files = ROOT.glob("docs/measurements/*.jsonl")
+    runs = {str(file.relative_to(ROOT).with_suffix(".md")) for file in files}
+    assert names == {"docs/performance.md", "docs/serving.md", "README.md", *runs}
     for page in performance_page.PAGES:
         assert "<!-- make: " in page.read_text(), page
     monkeypatch.setattr(sys, "argv", ["performance_page.py", "--check"])
     assert performance_page._main() == 0, capsys.readouterr().err
 
 
-@pytest.mark.parametrize("operation", ["psum", "all_gather_matmul"])
 def test_the_newest_run_of_a_minor_version_is_kept(
-    operation: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    table = performance_page.collectives if operation == "psum" else performance_page.matmuls
     peer = {"library": "pallas", "dtype": "bfloat16", "m": 8192, "k": 4096, "n": 1792}
-    run = result_of(operation) | {
+    run = result_of("all_gather_matmul") | {
         "peers": {"versions": ["pallas of jax"], "rows": [peer | {"time_us": 350.0, "wrong": 0}]}
     }
-    file = tmp_path / f"{operation}_large_4_h200.json"
+    file = tmp_path / "large_4_h200.json"
 
-    def add(jax: str, date: str, our_us: float) -> str:
+    def add(jax: str, date: str, our_us: float) -> None:
         run["header"] |= {"jax": jax, "date": f"{date}T10:00:00+00:00", "driver": None}
         run["rows"][0] |= {"time_us": our_us, "none_time_us": our_us / 4, "tuned_time_us": None}
         file.write_text(json.dumps(run))
         performance_page.add([file], tmp_path)
-        return table(run)
 
     add("0.12.0.1", "2026-11-22", 401.0)
-    patched = add("0.12.1", "2026-11-23", 402.5)
-    newer = add("0.13.0", "2026-11-21", 403.0)
+    add("0.12.1", "2026-11-23", 402.0)
+    add("0.13.0", "2026-11-21", 403.0)
     add("0.12.2", "2026-11-22", 404.0)
     assert "left out, 4_h200.jsonl has a run of 2026-11-23" in capsys.readouterr().err
 
     lines = [json.loads(line) for line in (tmp_path / "4_h200.jsonl").read_text().splitlines()]
     assert [line["jax"] for line in lines] == ["0.12.1"] * 3 + ["0.13.0"] * 3
-    assert {line["name"] for line in lines} == {f"{operation}_large"}
-    assert lines[0]["none_time_us"] == 402.5 / 4 and "tuned_time_us" not in lines[0]
-    for minor, shown in (("0.12", patched), ("0.13", newer)):
-        found = performance_page.read(f"4_h200/{minor}/{operation}_large", tmp_path)
-        assert found is not None and table(found) == shown
-        assert found["peers"]["versions"] == ["pallas of jax"]
-        assert found["header"]["device"] == "NVIDIA H200" and found["header"]["driver"] is None
-    assert performance_page.read(f"4_h200/0.11/{operation}_large", tmp_path) is None
+    assert {line["name"] for line in lines} == {"large"}
+    assert lines[0]["none_time_us"] == 402.0 / 4 and "tuned_time_us" not in lines[0]
+    assert lines[2]["library"] == "pallas" and lines[2]["libraries"] == ["pallas of jax"]
+    newest, older = performance_page.everything(["4_h200"], tmp_path).split("## jax 0.12")
+    assert "## jax 0.13" in newest and "| 0.403 (" in newest and "0.404" not in older
+    assert "| 0.402 (" in older and "| 0.350 | pallas |" in older
 
     (tmp_path / "tuning.json").write_text('{"kind": "tuning"}')
     before = (tmp_path / "4_h200.jsonl").read_text()
@@ -190,25 +192,86 @@ def test_the_newest_run_of_a_minor_version_is_kept(
     assert (tmp_path / "4_h200.jsonl").read_text() == before
 
 
+def written(folder: Path, node: str, *rows: dict[str, Any]) -> None:
+    """Writes rows as `--add` does: the fields that all of a file share come first."""
+    common = {"name": "psum", "operation": "psum", "mode": PROCESS_PER_DEVICE, "dtype": "float32"}
+    common |= {
+        "jax": "0.12.0",
+        "date": "2026-11-25",
+        "command": "bench",
+        "time_us": 2.0,
+        "wrong": 0,
+    }
+    lines = (json.dumps(common | row) + "\n" for row in rows)
+    (folder / f"{node}.jsonl").write_text("".join(lines))
+
+
+def test_tables_have_the_newest_jax_and_all_numbers_of_gpus_that_ran_it(tmp_path: Path) -> None:
+    small, large = {"size": 1024, "lax_time_us": 5.0}, {"size": 4096, "lax_time_us": 2.06}
+    single = {"mode": SINGLE_PROCESS, "lax_time_us": 77.0}
+    old = {"jax": "0.9.3", "lax_time_us": 99.0}
+    fell_back = {"size": 1 << 30, "algorithm": "lax", "lax_time_us": 8.0}
+    program = {"name": "decode", "program": "step", "lax_time_us": 2.4e3, "time_us": 2e3}
+    written(
+        tmp_path,
+        "2_h100",
+        small | old,
+        small | single,
+        small | {"ratio": 2.5},
+        large | {"ratio": 1.03, "sms": 4},
+        fell_back,
+        program,
+        program | old,
+    )
+    written(tmp_path, "4_h100", small | old)
+    written(tmp_path, "2_cpu", small)
+
+    caption, _, *table = performance_page.operations(["psum"], tmp_path).splitlines()
+    assert "**`psum`**, float32; jax 0.12.0" in caption
+    assert table == [
+        "| size | 2 H100: ours | `jax.lax` | lax / ours | SMs |",
+        "| --- | --- | --- | --- | --- |",
+        "| 1 KB | 2.00 | 5.00 | 2.50 |  |",
+        "| 4 KB | 2.00 | 2.06 | 1.03 | 4 |",
+    ]
+    assert "| `psum` | 4 KB | 2 H100 |" in performance_page.losses([], tmp_path)
+    assert "1 KB" not in performance_page.losses([], tmp_path)
+    assert performance_page.programs([], tmp_path).splitlines() == [
+        "| times in ms | 2 H100, jax 0.12: lax | ours | lax / ours |",
+        "| --- | --- | --- | --- |",
+        "| `step` | 2.400 | 2.000 | 1.20 |",
+    ]
+
+    # New rows make columns, without an edit of the page.
+    hidden = {"none_time_us": 1.6e3, "hidden_share": 0.5}
+    written(tmp_path, "4_h100", small | {"lax_time_us": 6.0}, program | hidden)
+    first, _, *lines = performance_page.operations(["psum"], tmp_path).splitlines()[2:]
+    assert first.endswith("SMs | 4 H100: ours | `jax.lax` | lax / ours |")
+    assert lines[0] == "| 1 KB | 2.00 | 5.00 | 2.50 |  | 2.00 | 6.00 | 3.00 |"
+    head, _, line = performance_page.programs(
+        ["step=A_step", "late=Not_there"], tmp_path
+    ).splitlines()
+    assert head.endswith("| 4 H100, jax 0.12: lax | ours | lax / ours | hidden |")
+    assert line == "| A step | 2.40 | 2.00 | 1.20 | 2.40 | 2.00 | 1.20 | 50% |"
+
+
 def test_figures_in_sentences(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """An outlier of jax.lax makes no headline, and a figure of other files fails the check."""
-    common = {"mode": SINGLE_PROCESS, "dtype": "float32", "time_us": 2.0}
     # 35 at 16 KB is an outlier, and 64 MB is no size of a headline.
     times = {1 << 10: 6.0, 16 << 10: 35.0, 64 << 10: 8.0, 4 << 20: 5.0, 64 << 20: 40.0}
-    result = {"rows": [{"size": size, "lax_time_us": us} | common for size, us in times.items()]}
-    assert performance_page.ratios(result) == "2.50"
+    written(tmp_path, "2_h100", *({"size": s, "lax_time_us": us} for s, us in times.items()))
+    assert performance_page.ratios(["2_h100/psum"], tmp_path) == "2.50"
     times[4 << 20] = 9.0
-    result = {"rows": [{"size": size, "lax_time_us": us} | common for size, us in times.items()]}
-    assert performance_page.ratios(result) == "3.00 to 4.50"
-    programs = [{"time_us": 2.0, "lax_time_us": us, "unedited_time_us": 1.9} for us in (1.8, 2.4)]
-    assert performance_page.lowest({"rows": programs}) == "0.90"
-    assert performance_page.lowest_gain({"rows": programs}) == "1.20"
-    assert performance_page.fused({"rows": programs}) == "0.95"
+    old = {"jax": "0.9.9", "lax_time_us": 50.0}
+    written(tmp_path, "2_h100", old, *({"size": s, "lax_time_us": us} for s, us in times.items()))
+    assert performance_page.ratios(["2_h100/psum"], tmp_path) == "3.00 to 4.50"
+    written(tmp_path, "2_h100", {"program": "step", "unedited_time_us": 1.9})
+    assert performance_page.fused(["2_h100/psum"], tmp_path) == "0.95"
 
     page = tmp_path / "page.md"
-    head, end = "| <!-- make: ratios 2_h100/0.12/psum -->", "<!-- end --> |"
+    head, end = "| <!-- make: ratios 2_h100/psum -->", "<!-- end --> |"
     monkeypatch.setattr(sys, "argv", ["performance_page.py", "--check", str(page)])
     page.write_text(f"{head}1.78 to 2.37{end}\n")
     assert performance_page._main() == 1 and "is not up to date" in capsys.readouterr().err
@@ -216,7 +279,9 @@ def test_figures_in_sentences(
     assert performance_page._main() == 0
     assert page.read_text() == f"{head}1.78 to 2.06{end}\n"
     page.write_text(f"{head.replace('2_h100', '3_h100')}1{end}\n")
-    assert performance_page._main() == 1 and "no 3_h100/0.12/psum" in capsys.readouterr().err
+    assert performance_page._main() == 1 and "no run psum" in capsys.readouterr().err
+    page.write_text(f"{head.replace('ratios', 'rations')}1{end}\n")
+    assert performance_page._main() == 1 and "rations is none of" in capsys.readouterr().err
 
 
 def test_rows_that_changed_between_versions() -> None:

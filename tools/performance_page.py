@@ -9,65 +9,64 @@ version of jax. Its name is that of its file, without the number and the kind of
 command makes the pages, as the second one does.
 
 The pages are those in PAGES. Each table stands between two comments, of which the first one says
-what to make, from which RUN: a file, a minor version of jax, and a name.
+what to make:
 
-    <!-- make: collectives 2_h200/0.12/psum -->
+    <!-- make: operation psum -->
     ...
     <!-- end -->
 
 In a sentence or in the cell of a table, the two comments stand around a figure of it; no line may
 begin with them. The program replaces what stands between them. The words after "make:" are
 
-    headline RUN         one sentence: the time of small collectives
-    setup RUN...         devices, versions, date and command of runs of the benchmark
-    collectives RUN      a table of sizes
-    matmuls RUN          a table of shapes
-    programs RUN...      a table of whole programs, a row for each run of the benchmark
-    losses RUN...        a table of the rows where ours gains little, or loses
-    figure PNG RUN...    a plot, written to docs/figures/PNG
+    operations NAME...      a table for each: its rows of each number of GPUs; "A+B" is one table
+    programs                a table of all programs
+    programs NAME=TEXT...   one of these, with fewer columns; "_" is a space of TEXT
+    losses                  a table of the rows where ours gains little, or loses
+    everything FILE         all runs of a file, such as 2_h100
 
 and around a figure of a sentence, of all rows together (of collectives, of rows up to 4 MB),
 
-    ratios RUN...        the lowest and the highest ratio
-    lowest RUN...        the lowest one
-    lowest_gain RUN...   the lowest one that is no loss
-    fused RUN...         as ratios: the program that is only accelerated, to ours
+    ratios FILE/NAME...     the lowest and the highest ratio of these runs
+    fused FILE/NAME...      as ratios: the program that is only accelerated, to ours
 
-For these `jax.lax` needs no longer for an array than for a larger one: so its outliers make no
-headline. A table of a run that was not measured yet keeps its text. With --check the program writes
-nothing, and exits with 1 if something is not what the rows give.
+All but `everything` show the newest measured version of jax: a table, of GPUs of any number; a
+figure, of that file. So new rows change the pages without an edit. For `ratios`,
+`jax.lax` needs no longer for an array than for a larger one: so its outliers make no headline. With
+--check the program writes nothing, and exits with 1 if something is not what the rows give.
 """
 
 import argparse
-import hashlib
 import json
 import math
 import re
-import statistics
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 from bench_plots import command as plots
 
-from jax_intranode._src.command_line.bench import report
 from jax_intranode._src.command_line.benefits import size_text
 from jax_intranode._src.command_line.launcher.runs import PROCESS_PER_DEVICE, SINGLE_PROCESS
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCS = ROOT / "docs"
-PAGES = [DOCS / "performance.md", DOCS / "when.md", DOCS / "serving.md", ROOT / "README.md"]
+FOLDER = DOCS / "measurements"
+PAGES = [
+    *(DOCS / f"{name}.md" for name in ("performance", "serving")),
+    *sorted(FOLDER.glob("[0-9]*_*.md")),
+    ROOT / "README.md",
+]
 
 _BY = "\N{MULTIPLICATION SIGN}"
 _BLOCK = re.compile(r"(?P<head><!-- make: (?P<what>[^>]*?) -->\n?)(?P<text>.*?)<!-- end -->", re.S)
-_MODES = {PROCESS_PER_DEVICE: "one process per device", SINGLE_PROCESS: "a single process"}
+_MODES = {PROCESS_PER_DEVICE: "a process per device", SINGLE_PROCESS: "a single process"}
 # Rows below this ratio are listed as losses, or as gains too small to count on.
 _GAIN = 1.05
-# Sizes of the headline.
-_SMALL = 64 << 10
 # Sizes of the ratios in sentences.
 _MOST = 4 << 20
+# The files of GPUs.
+_GPUS = "[0-9]*_[!c]*.jsonl"
 
 
 # The rows.
@@ -82,18 +81,21 @@ _OF_RUN = (
 _DERIVED = ("count", "algbw", "busbw", "tflops", "lax_share", "reason")
 
 
-class _Fields(dict[str, Any]):
-    """The fields of a row or a header. Those that a row lacks are None: empty ones are not kept."""
+class Row(dict[str, Any]):
+    """The fields of a row. Those that a row lacks are None: empty ones are not kept."""
 
     def __missing__(self, _: str) -> None:
         return None
 
 
-def _runs(file: Path) -> dict[tuple[str, str], list[dict[str, Any]]]:
+Runs = dict[tuple[str, str], list[Row]]
+
+
+def read(file: Path) -> Runs:
     """Returns the rows of a file, if it exists, by minor version of jax and name of the run."""
-    found: dict[tuple[str, str], list[dict[str, Any]]] = {}
+    found: Runs = {}
     for line in file.read_text().splitlines() if file.exists() else ():
-        row = json.loads(line, object_hook=_Fields)
+        row = Row(json.loads(line))
         found.setdefault((_minor(row["jax"]), row["name"]), []).append(row)
     return found
 
@@ -102,22 +104,51 @@ def _minor(version: str) -> str:
     return ".".join(version.split(".")[:2])
 
 
-def read(run: str, folder: Path) -> dict[str, Any] | None:
-    """Returns a run, such as "2_h100/0.12/psum", as `bench --json` writes it; None without rows.
+def _number_of(jax: str) -> list[int]:
+    return [int(part) for part in _minor(jax).split(".")]
 
-    Args:
-        folder: docs/measurements.
+
+def _age(row: Row) -> tuple[list[int], str]:
+    """What is larger for the newer row: the minor version of jax, then the date."""
+    return _number_of(row["jax"]), row["date"]
+
+
+def _all(folder: Path) -> list[Row]:
+    """Returns all rows of GPUs."""
+    files = sorted(folder.glob(_GPUS))
+    return [row for file in files for rows in read(file).values() for row in rows]
+
+
+def newest(folder: Path, name: str) -> dict[str, list[Row]]:
+    """Returns the rows of a run, or of a program, on GPUs, by their number and kind.
+
+    They are those with the newest version of jax with which it was measured on any of them. Of a
+    program, it is the last row.
     """
-    file, jax, name = run.split("/")
-    rows = _runs(folder / f"{file}.jsonl").get((jax, name))
-    if rows is None:
-        return None
-    peers = [row for row in rows if "library" in row]
-    return {
-        "header": _Fields((key, rows[0][key]) for key in _OF_RUN),
-        "rows": [row for row in rows if "library" not in row],
-        "peers": {"versions": peers[0]["libraries"] if peers else [], "rows": peers},
-    }
+    found = {}
+    for file in sorted(folder.glob(_GPUS)):
+        rows = [row for rows in read(file).values() for row in rows]
+        rows = [row for row in rows if name == (row["program"] or row["name"])]
+        rows = [row for row in rows if row["mode"] == PROCESS_PER_DEVICE]
+        if rows:
+            last = max(map(_age, rows))
+            node = " ".join(file.stem.upper().split("_"))
+            found[node] = last[0], [row for row in rows if _age(row) == last]
+    newest_jax = max((jax for jax, _ in found.values()), default=[])
+    return {node: rows for node, (jax, rows) in found.items() if jax == newest_jax}
+
+
+def _runs_named(names: Iterable[str], folder: Path) -> list[list[Row]]:
+    """Returns the newest runs with these names, such as "2_h100/psum"."""
+    found = []
+    for file, name in (name.split("/") for name in names):
+        versions = [
+            rows for (_, run), rows in read(folder / f"{file}.jsonl").items() if run == name
+        ]
+        if not versions:
+            raise ValueError(f"{folder.name}/{file}.jsonl has no run {name}")
+        found.append(max(versions, key=lambda rows: _age(rows[0])))
+    return found
 
 
 def add(files: Sequence[Path], folder: Path) -> None:
@@ -135,15 +166,15 @@ def add(files: Sequence[Path], folder: Path) -> None:
         to, name = folder / f"{where}.jsonl", file.stem.removesuffix(f"_{where}")
         of_peers = [row | {"libraries": peers["versions"]} for row in peers["rows"]]
         rows = [
-            {
-                key: value
+            Row(
+                (key, value)
                 for key, value in ({"name": name} | row | header | row).items()
                 if key in ("name", *row, *_OF_RUN) and key not in _DERIVED
                 if value not in (None, "", [])
-            }
+            )
             for row in (*result["rows"], *of_peers)
         ]
-        runs, run = _runs(to), (_minor(header["jax"]), name)
+        runs, run = read(to), (_minor(header["jax"]), name)
         if run in runs and runs[run][0]["date"] > header["date"]:
             sys.stderr.write(f"{file}: left out, {to.name} has a run of {runs[run][0]['date']}\n")
             continue
@@ -151,291 +182,264 @@ def add(files: Sequence[Path], folder: Path) -> None:
         to.write_text("".join(json.dumps(row) + "\n" for rows in runs.values() for row in rows))
 
 
+# The cells of tables.
+
+Column = Callable[[Row], str]
+
+
+def _number(key: str, form: str = ".2f", scale: float = 1) -> Column:
+    return lambda row: "" if row[key] is None else format(row[key] * scale, form)
+
+
+def _time(name: str, digits: int = 2, scale: float = 1) -> Column:
+    """The median, and the 99th percentile in parentheses."""
+
+    def cell(row: Row) -> str:
+        p50, p99 = (row[f"{name}time{kind}_us"] for kind in ("", "_p99"))
+        shown = [f"{time * scale:.{digits}f}" for time in (p50, p99) if time is not None]
+        return f"{shown[0]} ({shown[1]})" if len(shown) == 2 else "".join(shown)
+
+    return cell
+
+
+def _quotient(above: str, below: str) -> Column:
+    def cell(row: Row) -> str:
+        ours = row["algorithm"] != "lax" or "alone_time_us" in (above, below)
+        return f"{row[above] / row[below]:.2f}" if row[above] and row[below] and ours else ""
+
+    return cell
+
+
+def _runs_as(row: Row) -> str:
+    plans = row["plans"] or []
+    kinds = {"fused kernel" if plan["tile_columns"] else "pipeline" for plan in plans}
+    if len(kinds) == 1:
+        return kinds.pop()
+    name = row["algorithm"] or row["library"] or ""
+    return "`jax.lax`" if name == "lax" else name.replace("_", "-")
+
+
+_RATIO = {"lax / ours": _quotient("lax_time_us", "time_us")}
+_COLLECTIVE: dict[str, Column] = {
+    "in a graph": _number("graph_time_us"),
+    "ours": _time(""),
+    "`jax.lax`": _time("lax_"),
+    **_RATIO,
+    "spread": _number("spread", ".1%"),
+    "spread of lax": _number("lax_spread", ".1%"),
+    "SMs": _number("sms", "d"),
+    "link": _number("link_share", ".0%"),
+    "runs as": _runs_as,
+}
+_MATMUL: dict[str, Column] = {
+    "matmul alone": _number("alone_time_us", ".3f", 1e-3),
+    "ours": _time("", 3, 1e-3),
+    "`jax.lax`": _time("lax_", 3, 1e-3),
+    **_RATIO,
+    "alone / ours": _quotient("alone_time_us", "time_us"),
+    "spread": _number("spread", ".1%"),
+    "runs as": _runs_as,
+}
+_GAINS: dict[str, Column] = {
+    "lax": _number("lax_time_us", ".2f", 1e-3),
+    "lax tuned": _number("lax_tuned_time_us", ".2f", 1e-3),
+    "ours": _number("time_us", ".2f", 1e-3),
+    "lax / ours": _RATIO["lax / ours"],
+    "tuned / ours": _quotient("lax_tuned_time_us", "time_us"),
+    "hidden": _number("hidden_share", ".0%"),
+}
+_PROGRAM: dict[str, Column] = {
+    "lax": _time("lax_", 3, 1e-3),
+    "lax tuned": _time("lax_tuned_", 3, 1e-3),
+    "ours": _time("", 3, 1e-3),
+    "unedited": _time("unedited_", 3, 1e-3),
+    "none": _time("none_", 3, 1e-3),
+    "lax / ours": _RATIO["lax / ours"],
+    "tuned / ours": _GAINS["tuned / ours"],
+    "hidden": _GAINS["hidden"],
+    "spread": _number("spread", ".1%"),
+    "W": _number("watts", ".0f"),
+    "MHz": _number("sm_mhz", ".0f"),
+}
+
+
+def _what(row: Row) -> str:
+    """Size, shape or program: what tells a row from the others of its table."""
+    if row["program"]:
+        return f"`{row['program']}`"
+    if row["size"]:
+        return size_text(row["size"])
+    return f" {_BY} ".join(str(row[key]) for key in "mkn") + ", backward" * bool(row["backward"])
+
+
 # Tables.
 
 
-def _markdown(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+def _markdown(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     lines = [head, ["---"] * len(head), *rows]
     return "".join(f"| {' | '.join(cells)} |\n" for cells in lines)
 
 
-def _time(us: float | None) -> str:
-    return "" if us is None else f"{us:.2f}"
-
-
-def _milliseconds(us: float | None) -> str:
-    return "" if us is None else f"{us / 1e3:.3f}"
-
-
-def _ratio(row: dict[str, Any]) -> str:
-    """Returns lax's time / ours; nothing where both columns time jax.lax."""
-    if row["algorithm"] == "lax" or not row["ratio"]:
-        return ""
-    return f"{row['ratio']:.2f}"
-
-
-def _share(row: dict[str, Any]) -> str:
-    share = row.get("hidden_share")
-    return "" if share is None else f"{share:.2f}"
-
-
-def _runs_as(row: dict[str, Any]) -> str:
-    """Returns what a call ran as, in the words of the page."""
-    plans = row.get("plans") or []
-    kinds = {"fused kernel" if plan["tile_columns"] else "pipeline" for plan in plans}
-    if len(kinds) == 1:
-        return kinds.pop()
-    name = row["algorithm"]
-    return "`jax.lax`" if name == "lax" else name.replace("_", "-")
-
-
-def collectives(result: dict[str, Any]) -> str:
-    """Returns the table of a run of the benchmark for a collective."""
-    rows = result["rows"]
-    modes = list(dict.fromkeys(row["mode"] for row in rows))
-    in_graph = any(row["graph_time_us"] for row in rows)
-    several_dtypes = len({row["dtype"] for row in rows}) > 1
-    head = [*(["dtype"] if several_dtypes else []), "size"]
-    for mode in modes:
-        graph = ["in a graph"] if in_graph else []
-        first, *others = [*graph, "from JAX", "algorithm", "`jax.lax`", "ratio"]
-        head += [f"{_MODES[mode]}: {first}", *others]
-    cells = []
-    for dtype, size in dict.fromkeys((row["dtype"], row["size"]) for row in rows):
-        line = [*([dtype] if several_dtypes else []), size_text(size)]
-        for mode in modes:
-            row = next(r for r in rows if (r["dtype"], r["size"], r["mode"]) == (dtype, size, mode))
-            line += [_time(row["graph_time_us"])] if in_graph else []
-            line += [_time(row["time_us"]), _runs_as(row), _time(row["lax_time_us"]), _ratio(row)]
-        cells.append(line)
-    return "Times in microseconds.\n\n" + _markdown(head, cells)
-
-
-def matmuls(result: dict[str, Any]) -> str:
-    """Returns the table of a run of the benchmark for a collective matmul."""
-    rows = result["rows"]
-    several_modes = len({row["mode"] for row in rows}) > 1
-    libraries = list(dict.fromkeys(peer["library"] for peer in result["peers"]["rows"]))
-    bounded = any(row["bound_us"] is not None for row in rows)
-    head = [f"M {_BY} K {_BY} N", *(["mode"] if several_modes else []), "matmul alone"]
-    head += ["bound", "ours", "bound / ours"] if bounded else ["ours"]
-    head += ["runs as", "`jax.lax`", "ratio", *libraries]
-    cells = []
-    for row in rows:
-        shape = f" {_BY} ".join(str(row[name]) for name in "mkn")
-        line = [shape, *([_MODES[row["mode"]]] if several_modes else [])]
-        line.append(_milliseconds(row["alone_time_us"]))
-        line += [_milliseconds(row["bound_us"])] if bounded else []
-        line.append(_milliseconds(row["time_us"]))
-        line += [f"{row['share']:.2f}"] if bounded else []
-        line += [_runs_as(row), _milliseconds(row["lax_time_us"]), _ratio(row)]
-        for library in libraries:
-            same = (p for p in result["peers"]["rows"] if all(p[k] == row[k] for k in "mkn"))
-            times = [p["time_us"] for p in same if p["library"] == library]
-            line.append(_milliseconds(times[0]) if times else "")
-        cells.append(line)
-    return "Times in milliseconds.\n\n" + _markdown(head, cells)
-
-
-def programs(*results: dict[str, Any]) -> str:
-    """Returns a table with a row for each program and mode.
-
-    It shows lax with tuned flags, and the program without communication, where they were run.
-    """
-    head = ["program", "mode", "ours", "`jax.lax`", "ratio", "`jax.lax`, accelerated", "ratio"]
-    rows = [row for result in results for row in result["rows"]]
-    has_tuned = any(row.get("lax_tuned_time_us") for row in rows)
-    has_none = any(row.get("none_time_us") for row in rows)
-    head += ["`jax.lax`, tuned flags"] if has_tuned else []
-    head += ["without communication", "hidden share"] if has_none else []
-    cells = [
-        [
-            f"`{row['program']}`",
-            _MODES[row["mode"]],
-            _milliseconds(row["time_us"]),
-            _milliseconds(row["lax_time_us"]),
-            f"{row['ratio']:.2f}",
-            _milliseconds(row["unedited_time_us"]),
-            f"{row['unedited_ratio']:.2f}" if row["unedited_ratio"] else "",
-            *([_milliseconds(row.get("lax_tuned_time_us"))] if has_tuned else []),
-            *([_milliseconds(row.get("none_time_us")), _share(row)] if has_none else []),
-        ]
-        for row in rows
-    ]
-    return "Times in milliseconds.\n\n" + _markdown(head, cells)
-
-
-def headline(result: dict[str, Any]) -> str:
-    """Returns one sentence on small collectives."""
-    header = result["header"]
-    rows = [row for row in result["rows"] if row["size"] <= _SMALL and row["algorithm"] != "lax"]
-    ours, lax = ([row[key] for row in rows] for key in ("time_us", "lax_time_us"))
-    ratio = statistics.median(row["ratio"] for row in rows)
-    sizes = " to ".join(size_text(pick(row["size"] for row in rows)) for pick in (min, max))
-    return (
-        f"Between {header['devices']} {_BY} {header['device']} a `{header['operation']}` of "
-        f"{sizes} takes {min(ours):.1f} to {max(ours):.1f} µs called from JAX, and that of "
-        f"`jax.lax` (jax {header['jax']}) {min(lax):.1f} to {max(lax):.1f} µs: {ratio:.2f} "
-        "times as long in the median.\n"
-    )
-
-
-def setup(*results: dict[str, Any]) -> str:
-    """Returns devices, versions, date and the command of each run."""
-    header = results[0]["header"]
-    dates = sorted({result["header"]["date"][:10] for result in results})
-    driver = f", driver {header['driver']}" if header.get("driver") else ""
-    peers = [version for result in results for version in result["peers"]["versions"]]
-    versions = ", ".join([report.versions_text(header), *dict.fromkeys(peers)])
-    rows = [row for result in results for row in result["rows"]]
-    if "wrong" in rows[0]:
-        keys = ("wrong", "lax_wrong", "graph_wrong")
-        checked = f"{sum(row.get(key) or 0 for row in rows for key in keys)} wrong elements"
-    else:  # whole programs
-        checked = f"results differ by at most {max(row['difference'] for row in rows):.1e}"
-    commands = "".join(f"    {result['header']['command']}\n" for result in results)
-    return (
-        f"{header['devices']} {_BY} {header['device']}{driver}, {versions}, {', '.join(dates)}; "
-        f"{checked}:\n\n{commands}"
-    )
-
-
-def losses(*results: dict[str, Any]) -> str:
-    """Returns the rows in which ours is not faster than jax.lax."""
-    cells = []
-    for result in results:
-        name = result["header"]["operation"]
-        name += " backward" if result["header"]["backward"] else ""
-        for row in result["rows"]:
-            if row["algorithm"] != "lax" and (row["ratio"] or _GAIN) >= _GAIN:
-                continue
-            if "size" in row:
-                what, ours, lax = size_text(row["size"]), row["time_us"], row["lax_time_us"]
-                times = [f"{ours:.2f} µs", f"{lax:.2f} µs"]
-            else:
-                what = f" {_BY} ".join(str(row[key]) for key in "mkn")
-                times = [f"{row[key] / 1e3:.3f} ms" for key in ("time_us", "lax_time_us")]
-            cells.append([name, what, _MODES[row["mode"]], _runs_as(row), *times, _ratio(row)])
-    if not cells:
-        return "In no row of these tables.\n"
-    head = ["operation", "size or shape", "mode", "runs as", "ours", "`jax.lax`", "ratio"]
+def _table(nodes: dict[str, list[Row]], columns: dict[str, Column] | None, first: str = "") -> str:
+    """Returns a table with the columns of each node that are not empty."""
+    rows = [row for rows in nodes.values() for row in rows]
+    if columns is None:
+        kinds = {"program": _PROGRAM, "m": _MATMUL}
+        columns = next((of for key, of in kinds.items() if rows[0][key]), _COLLECTIVE)
+    names = dict.fromkeys(map(_what, rows))
+    head, cells = [first], [[name] for name in names]
+    for node, of_node in nodes.items():
+        by_name = {_what(row): row for row in of_node}
+        for title, cell in columns.items():
+            texts = [cell(by_name[name]) if name in by_name else "" for name in names]
+            if any(texts):
+                head.append(f"{node}: {title}" if node and node not in "".join(head) else title)
+                for line, text in zip(cells, texts, strict=True):
+                    line.append(text)
     return _markdown(head, cells)
 
 
-# Figures of sentences.
+def _versions(rows: Sequence[Row]) -> str:
+    """Returns versions, date and what was checked."""
+    row = rows[0]
+    versions = [f"{key} {row[key]}" for key in ("jax", "nccl", "driver") if row[key]]
+    dates = ", ".join(sorted({row["date"][:10] for row in rows}))
+    if row["program"]:
+        checked = f"results differ by at most {max(row['difference'] or 0 for row in rows):.1e}"
+    else:
+        keys = ("wrong", "lax_wrong", "graph_wrong")
+        checked = f"{sum(row[key] or 0 for row in rows for key in keys)} wrong elements"
+    text = f"{', '.join(versions)}; {dates}; {checked}"
+    return text.replace("nccl", "NCCL")
 
 
-def _ratios(results: Sequence[dict[str, Any]]) -> list[float]:
-    """Returns the ratios of all rows, in rising order; `jax.lax` needs no less for a smaller size.
+def operations(names: Sequence[str], folder: Path) -> str:
+    """Returns the tables of operations, on each number of GPUs.
 
-    A call that falls back has its ratio, too. It is 1 but for noise.
+    They leave out the rows that fell back: there both columns time the same program.
     """
-    found = []
-    for result in results:
-        least: dict[tuple[str, str], float] = {}  # of jax.lax, of this size and larger ones
-        for row in sorted(result["rows"], key=lambda row: row.get("size", 0), reverse=True):
-            lax = row["lax_time_us"]
-            if "size" in row:
-                line = row["mode"], row["dtype"]
-                lax = least[line] = min(lax, least.get(line, math.inf))
-            if row.get("size", 0) <= _MOST:
-                found.append(lax / row["time_us"])
-    return sorted(found)
+    tables = []
+    for runs in names:
+        nodes: dict[str, list[Row]] = {}
+        for name in runs.split("+"):
+            for node, rows in newest(folder, name).items():
+                ours = [row for row in rows if row["algorithm"] != "lax"]
+                nodes.setdefault(node, []).extend(ours)
+        if not nodes:
+            raise ValueError(f"{folder.name} has no run {runs} of GPUs")
+        row, *_ = rows = next(iter(nodes.values()))
+        unit, first = ("ms", f"M {_BY} K {_BY} N") if row["m"] else ("\N{MICRO SIGN}s", "size")
+        head = f"**`{row['operation']}`**, {row['dtype']}; {_versions(rows)}; times in {unit}:"
+        tables.append(f"{head}\n\n{_table(nodes, None, first)}")
+    return "\n".join(tables)
+
+
+def programs(names: Sequence[str], folder: Path) -> str:
+    """Returns a table of whole programs, on each number of GPUs.
+
+    With texts in place of names it has fewer columns, for readers that don't know the programs.
+    """
+    texts = dict(name.split("=") for name in names)
+    columns = _GAINS if texts else {k: of for k, of in _PROGRAM.items() if k != "unedited"}
+    rows = [row for row in _all(folder) if row["program"]]
+    last = max(_age(row)[0] for row in rows)
+    nodes: dict[str, list[Row]] = {}
+    for name in texts or sorted({row["program"] for row in rows}):
+        for node, of_node in newest(folder, name).items():
+            if _age(of_node[0])[0] == last:
+                node += f", jax {_minor(of_node[0]['jax'])}"
+                nodes.setdefault(node, []).extend(of_node)
+    table = _table(nodes, columns, "times in ms")
+    for name, text in texts.items():
+        table = table.replace(f"| `{name}` |", f"| {text.replace('_', ' ')} |")
+    return table
+
+
+def losses(_: Sequence[str], folder: Path) -> str:
+    """Returns the rows of operations in which ours gains little, or loses."""
+    cells = []
+    rows = [row for row in _all(folder) if row["ratio"] and not row["program"]]
+    last = max(_age(row)[0] for row in rows)
+    for name in dict.fromkeys(row["name"] for row in rows if _age(row)[0] == last):
+        for node, of_node in newest(folder, name).items():
+            for row in of_node:
+                if row["algorithm"] != "lax" and row["ratio"] < _GAIN:
+                    times = [f"{row[f'{key}time_us'] / 1e3:.3f} ms" for key in ("", "lax_")]
+                    what = [f"`{row['operation']}`", _what(row), node]
+                    cells.append([*what, *times, f"{row['ratio']:.2f}"])
+    head = ["operation", "size or shape", "GPUs", "ours", "`jax.lax`", "lax / ours"]
+    return _markdown(head, cells)
+
+
+def everything(names: Sequence[str], folder: Path) -> str:
+    """Returns all runs of a file, those of the newest jax first."""
+    runs = read(folder / f"{names[0]}.jsonl")
+    text = ""
+    for version in sorted({jax for jax, _ in runs}, key=_number_of, reverse=True):
+        text += f"\n## jax {version}\n"
+        for (jax, name), rows in runs.items():
+            if jax == version:
+                text += f"\n**{name}**: {_versions(rows)}.\n\n    {rows[0]['command']}\n\n"
+                modes: dict[str, list[Row]] = {}
+                for row in rows:
+                    modes.setdefault(_MODES.get(row["mode"], ""), []).append(row)
+                text += _table(modes, None)
+    return text
+
+
+# Figures of sentences.
 
 
 def _range(values: Sequence[float]) -> str:
     return " to ".join(dict.fromkeys(f"{value:.2f}" for value in (min(values), max(values))))
 
 
-def ratios(*results: dict[str, Any]) -> str:
-    """Returns the lowest and the highest ratio."""
-    return _range(_ratios(results))
+def ratios(names: Sequence[str], folder: Path) -> str:
+    """Returns the lowest and the highest ratio; `jax.lax` needs no less for a smaller size.
 
-
-def lowest(*results: dict[str, Any]) -> str:
-    """Returns the lowest ratio."""
-    return f"{_ratios(results)[0]:.2f}"
-
-
-def lowest_gain(*results: dict[str, Any]) -> str:
-    """Returns the lowest ratio that is no loss."""
-    return f"{next(ratio for ratio in _ratios(results) if ratio >= 1):.2f}"
-
-
-def fused(*results: dict[str, Any]) -> str:
-    """Returns how much longer programs take that are only accelerated."""
-    rows = [row for result in results for row in result["rows"]]
-    return _range([row["unedited_time_us"] / row["time_us"] for row in rows])
-
-
-# Figures.
-
-
-def figure(results: Sequence[dict[str, Any]], png: Path, check: bool) -> str:
-    """Draws a figure unless it is that of these runs already; returns its line of Markdown.
-
-    The PNG contains the digest of the runs, so that checking needs no matplotlib.
-
-    Raises:
-        ValueError: with `check`, the figure is missing or that of other runs.
+    A call that falls back has its ratio, too. It is 1 but for noise.
     """
-    digest = hashlib.sha256(json.dumps(results).encode()).hexdigest()
-    if not png.exists() or digest.encode() not in png.read_bytes():
-        if check:
-            raise ValueError(f"{png.name} is not the figure of the runs")
-        plots.draw(results, png, metadata={"Source": digest})
-    return f"![{results[0]['header']['operation']}](figures/{png.name})\n"
+    found = []
+    for rows in _runs_named(names, folder):
+        least: dict[tuple[str, str], float] = {}  # of jax.lax, of this size and larger ones
+        for row in sorted(rows, key=lambda row: row["size"] or 0, reverse=True):
+            lax = row["lax_time_us"]
+            if row["size"]:
+                line = row["mode"], row["dtype"]
+                lax = least[line] = min(lax, least.get(line, math.inf))
+            if (row["size"] or 0) <= _MOST:
+                found.append(lax / row["time_us"])
+    return _range(found)
+
+
+def fused(names: Sequence[str], folder: Path) -> str:
+    """Returns how much longer programs take that are only accelerated."""
+    rows = [row for rows in _runs_named(names, folder) for row in rows]
+    return _range([row["unedited_time_us"] / row["time_us"] for row in rows])
 
 
 # The page.
 
-_TABLES: dict[str, Callable[..., str]] = {
-    "headline": headline,
-    "setup": setup,
-    "collectives": collectives,
-    "matmuls": matmuls,
-    "programs": programs,
-    "losses": losses,
-}
-_IN_SENTENCES: dict[str, Callable[..., str]] = {
-    "ratios": ratios,
-    "lowest": lowest,
-    "lowest_gain": lowest_gain,
-    "fused": fused,
-}
+_KINDS = (operations, programs, losses, everything, ratios, fused)
+_MAKE = {kind.__name__: kind for kind in _KINDS}
 
 
-def render(page: str, docs: Path, check: bool) -> str:
-    """Returns the page with its tables made anew, and draws its figures.
+def render(page: str, folder: Path) -> str:
+    """Returns the page with its tables made anew.
 
     Args:
         page: the page's text.
-        docs: the folder with `measurements` and `figures`.
-        check: draw nothing.
+        folder: docs/measurements.
 
     Raises:
-        ValueError: an unknown word after "make:", a sentence of a run that was not measured, or,
-            with `check`, a figure of other runs.
+        ValueError: an unknown word after "make:", or a run that was not measured.
     """
 
     def make(block: re.Match[str]) -> str:
         kind, *names = block["what"].split()
-        png = docs / "figures" / names.pop(0) if kind == "figure" else None
-        found = {name: read(name, docs / "measurements") for name in names}
-        results = [result for result in found.values() if result is not None]
-        missing = [name for name, result in found.items() if result is None]
-        if kind not in _TABLES | _IN_SENTENCES and png is None:
-            known = ", ".join(_TABLES | _IN_SENTENCES)
-            raise ValueError(f"make: {kind} is none of {known}, figure")
-        if missing and kind in _IN_SENTENCES:
-            raise ValueError(f"make: {kind}: docs/measurements has no {', '.join(missing)}")
-        if missing:
-            text = block["text"]
-        elif png is not None:
-            text = figure(results, png, check)
-        else:
-            text = (_TABLES | _IN_SENTENCES)[kind](*results)
-        return f"{block['head']}{text}<!-- end -->"
+        if kind not in _MAKE:
+            raise ValueError(f"make: {kind} is none of {', '.join(_MAKE)}")
+        return f"{block['head']}{_MAKE[kind](names, folder)}<!-- end -->"
 
     page, found = _BLOCK.subn(make, page)
     if found != len(re.findall(r"<!--\s*make:", page)):
@@ -453,14 +457,14 @@ def _main() -> int:
     options = parser.parse_args()
     status = 0
     try:
-        add(options.add, DOCS / "measurements")
+        add(options.add, FOLDER)
     except (OSError, ValueError) as error:
         sys.stderr.write(f"{error}\n")
         return 1
     for page in options.pages:
         before = page.read_text()
         try:
-            after = render(before, DOCS, options.check)
+            after = render(before, FOLDER)
         except (OSError, ValueError) as error:
             sys.stderr.write(f"{page}: {error}\n")
             return 1

@@ -19,6 +19,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jax_intranode
+from jax_intranode._src import timeouts
 from jax_intranode._src.jax_private import hlo
 from jax_intranode._src.native import extension
 from jax_intranode._src.rewrite import agreement
@@ -155,7 +156,7 @@ def one_rank_is_late_to_its_first_call() -> None:
     """It loads data, say. The others wait for it, and say so."""
     jax_intranode.install()
     multihost_utils.sync_global_devices("installed")
-    with mock.patch.object(agreement, "FIRST_WAIT_S", 0.1), warnings() as said:
+    with mock.patch.object(timeouts, "FIRST_WAIT_S", 0.1), warnings() as said:
         if jax.process_index() == 1:
             time.sleep(config.get().report_after_s + 1)
         assert sums(summing(), columns_of(4)) == 1
@@ -168,7 +169,7 @@ def one_rank_lowers_alone() -> None:
     """It costs rank 0 some seconds, and this program its acceleration; the next one has it."""
     jax_intranode.install()
     x, alone = columns_of(4), summing()
-    with mock.patch.object(agreement, "FIRST_WAIT_S", WAIT_S), warnings() as said:
+    with mock.patch.object(timeouts, "FIRST_WAIT_S", WAIT_S), warnings() as said:
         if jax.process_index() == 0:
             start = time.monotonic()
             assert "jax_intranode_psum" not in hlo.in_lowered(alone.lower(x).as_text())
@@ -180,7 +181,7 @@ def one_rank_lowers_alone() -> None:
     if jax.process_index() == 0:  # now that all ranks have met, nobody waits
         start = time.monotonic()
         assert "jax_intranode_psum" in hlo.in_lowered(summing().lower(columns_of(16)).as_text())
-        assert time.monotonic() - start < agreement.LATER_WAIT_S
+        assert time.monotonic() - start < timeouts.LATER_WAIT_S
 
 
 @case
@@ -188,9 +189,9 @@ def one_rank_has_nothing_installed() -> None:
     if jax.process_index() == 0:
         jax_intranode.install()
     start = time.monotonic()
-    with mock.patch.object(agreement, "FIRST_WAIT_S", WAIT_S), warnings() as said:
+    with mock.patch.object(timeouts, "FIRST_WAIT_S", WAIT_S), warnings() as said:
         assert [sums(summing(), columns_of(columns)) for columns in (4, 8)] == [0, 0]
-    assert time.monotonic() - start < WAIT_S + agreement.LATER_WAIT_S + 15
+    assert time.monotonic() - start < WAIT_S + timeouts.LATER_WAIT_S + 15
     if jax.process_index() == 0:
         assert f"process 1 has not lowered this program within {WAIT_S} s" in said[0], said
         assert "it has not called jax_intranode.install()" in said[0], said
@@ -236,7 +237,7 @@ def auto_all_ranks_rewrite() -> None:
         jax_intranode.install(auto=True)
         start = time.monotonic()
         assert "jax_intranode" in auto_program().lower(*auto_arguments(16)).as_text()
-        assert time.monotonic() - start < agreement.FIRST_WAIT_S
+        assert time.monotonic() - start < timeouts.FIRST_WAIT_S
 
 
 @case
@@ -258,14 +259,14 @@ def auto_custom_partitioning() -> None:
     wanted = local(program(*arguments))
     jax_intranode.install(auto=True)
     before = jax_intranode.usage_counter()
-    with mock.patch.object(agreement, "FIRST_WAIT_S", WAIT_S):
+    with mock.patch.object(timeouts, "FIRST_WAIT_S", WAIT_S):
         check(local(program(*arguments)), wanted, 1e-4)
     assert jax_intranode.usage_counter() > before
 
 
 @case
 def auto_one_rank_has_it_not() -> None:
-    with mock.patch.object(agreement, "FIRST_WAIT_S", WAIT_S), warnings() as said:
+    with mock.patch.object(timeouts, "FIRST_WAIT_S", WAIT_S), warnings() as said:
         for rows in (12, 20):
             jax_intranode.install(auto=jax.process_index() == 0)
             start = time.monotonic()

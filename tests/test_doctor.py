@@ -13,6 +13,7 @@ from processes import python
 
 import jax_intranode
 from jax_intranode import __main__ as command_line
+from jax_intranode._src import timeouts
 from jax_intranode._src.command_line import benefits, doctor, info, machine, probe
 from jax_intranode._src.command_line.launcher import all_ranks
 from jax_intranode._src.command_line.launcher.runs import SINGLE_PROCESS, Devices
@@ -188,7 +189,7 @@ def test_environment(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_test_that_does_not_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(doctor, "_LIMIT_S", 0.1)
+    monkeypatch.setattr(timeouts, "DOCTOR_S", 0.1)
     found, text = verdict(doctor._self_test("two processes", "cpu", 2))
     assert found == info.FAILS
     assert "the ranks did not finish within 0.1 s" in text

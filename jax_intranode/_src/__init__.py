@@ -1,6 +1,7 @@
 """The package, in the order in which its parts import each other, the lowest first.
 
-0. operations: a record of each operation; reasons: why others run a call; version
+0. operations: a record of each operation; reasons: why others run a call;
+   timeouts: how long it waits; version
 1. jax_private: what depends on JAX's version;
    native: the C++ modules, and what Python shares with them
 2. health: failures of communication, and the watch of the peers;

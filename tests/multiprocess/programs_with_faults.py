@@ -30,7 +30,7 @@ from program_parts import (
 )
 
 import jax_intranode
-from jax_intranode._src.health import peers
+from jax_intranode._src import timeouts
 from jax_intranode._src.jax_private import distributed
 from jax_intranode._src.native import extension
 
@@ -266,7 +266,7 @@ LOSSES: dict[str, Callable[[], None]] = {
 
 def is_lost(how: str, *_: str) -> None:
     """A child has the descriptors of the rank and outlives it, as a data loader's does."""
-    peers.SILENT_S = 3.0
+    timeouts.SILENT_S = 3.0
     begin()
     if rank() == 1:
         time.sleep(1)  # the others wait by then

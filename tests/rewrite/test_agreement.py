@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from jax_intranode._src import timeouts
 from jax_intranode._src.group import key_value_store
 from jax_intranode._src.health import failures, peers
 from jax_intranode._src.rewrite import agreement
@@ -47,7 +48,7 @@ def test_a_process_may_have_ended_before_the_processes_have_met(
     mesh: Any = SimpleNamespace(devices=np.array(devices))
     store = key_value_store.Store()
     monkeypatch.setattr(key_value_store, "store", lambda *_: store)
-    monkeypatch.setattr(agreement, "FIRST_WAIT_S", 0.01)
+    monkeypatch.setattr(timeouts, "FIRST_WAIT_S", 0.01)
     for known in ("_meetings", "_met"):
         monkeypatch.setattr(agreement, known, {})
     body: Any = SimpleNamespace(invars=[], eqns=[])

@@ -10,6 +10,7 @@ import json
 import sys
 from typing import Any
 
+from jax_intranode._src import timeouts
 from jax_intranode._src.command_line import benefits, machine, options
 from jax_intranode._src.command_line.bench import command as bench
 from jax_intranode._src.command_line.bench.settings import Settings
@@ -39,7 +40,6 @@ _MEASURED = {
         "all_gather_matmul --shapes 8192,8192,1024 -n 5 -w 1",
     ],
 }
-_TIMEOUT_S = 240
 _BAR = 40  # characters of the longest bar
 
 
@@ -78,7 +78,7 @@ def run(arguments: argparse.Namespace) -> int:
                 f"{device} each, in microseconds a call:\n",
                 flush=True,
             )
-        measured = bench.run_mode(settings, {}, _TIMEOUT_S, line, shows_table=False)
+        measured = bench.run_mode(settings, {}, timeouts.DEMO_S, line, shows_table=False)
         results.append({**bench.empty_result(), **measured})
         if not arguments.json:
             print(_table(measured["rows"]), flush=True)

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import jax_intranode
+from jax_intranode._src import timeouts
 from jax_intranode._src.command_line import info, machine
 from jax_intranode._src.command_line.info import (
     FAILS,
@@ -45,8 +46,6 @@ EXAMPLES = """\
 python -m jax_intranode doctor
 python -m jax_intranode doctor --json > doctor.json"""
 
-# Each process of a test gets this long, also on a busy machine.
-_LIMIT_S = 120.0
 # The namespaces of the host have these inode numbers (linux/proc_ns.h).
 _HOST_NAMESPACES = {"pid": 0xEFFFFFFC, "ipc": 0xEFFFFFFF}
 
@@ -319,7 +318,7 @@ def _run_test(name: str, platform: str, devices: int, ranks: int) -> tuple[Any, 
             f"jax_intranode._src.command_line.probe:{name}",
             {},
             Devices(platform, devices, mode),
-            timeout_s=_LIMIT_S,
+            timeout_s=timeouts.DOCTOR_S,
             variables={"XLA_PYTHON_CLIENT_PREALLOCATE": "false", "JAX_INTRANODE_TIMEOUT_S": "60"},
         )
     except RankError as error:

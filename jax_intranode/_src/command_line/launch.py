@@ -12,9 +12,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+from jax_intranode._src import timeouts
 from jax_intranode._src.command_line import acceleration, machine, start_rank
 from jax_intranode._src.command_line import run as run_command
-from jax_intranode._src.command_line.launcher.job import ABORT_S, Job, Streams
+from jax_intranode._src.command_line.launcher.job import Job, Streams
 from jax_intranode._src.command_line.launcher.output import RankOutput, Screen, Stream
 from jax_intranode._src.command_line.launcher.own_files import make_own_directory
 from jax_intranode._src.command_line.launcher.rank import rank_env
@@ -42,8 +43,6 @@ python -m jax_intranode launch -n 4 --restarts 3 --log-dir logs train.py"""
 
 # Ends the job, as when a terminal is closed, Ctrl-C is pressed, or a supervisor ends it.
 _ENDING = (signal.SIGHUP, signal.SIGINT, signal.SIGTERM)
-# How long the ranks may go on after one has failed, to report what they see of it.
-_OWN_ERRORS_S = 2.0
 _TIMED_OUT = 124  # the exit code of timeout(1)
 
 
@@ -180,13 +179,13 @@ class _Launch:
             self._failed_s = time.monotonic() - self._started
             if others := [rank for rank in job.running if rank != job.first_failed]:
                 _say(f"rank {job.first_failed} has failed; ending {_named(others)}")
-            wait(min(_OWN_ERRORS_S, grace_s / 2), lambda: bool(received))
+            wait(min(timeouts.OWN_ERRORS_S, grace_s / 2), lambda: bool(received))
             job.send(signal.SIGTERM)
-            wait(grace_s - min(_OWN_ERRORS_S, grace_s / 2), lambda: bool(received))
+            wait(grace_s - min(timeouts.OWN_ERRORS_S, grace_s / 2), lambda: bool(received))
         elif not received and job.running:
             _say(f"ending {_named(job.running)}: not finished after {self._arguments.timeout:g} s")
             job.send(signal.SIGABRT)
-            wait(ABORT_S, lambda: bool(received))
+            wait(timeouts.ABORT_S, lambda: bool(received))
             return _End(_TIMED_OUT, is_fault=False)
         if received:
             _say(f"{received[0].name}: ending the ranks")

@@ -12,15 +12,13 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+from jax_intranode._src import timeouts
 from jax_intranode._src.health import failures
 from jax_intranode._src.jax_private import distributed
 from jax_intranode._src.native import threads
 from jax_intranode._src.selection import config
 
 _log = logging.getLogger("jax_intranode")
-
-# How often a process that waits looks for a verdict, and whether another one is gone.
-_LOOK_S = 0.25
 
 
 class Deadline:
@@ -104,7 +102,9 @@ class KeyValueStore(Store):
         values = []
         report: Deadline | None = Deadline(config.get().report_after_s)
         for process in self._processes:
-            while (text := self.wait(f"{stage}/{process}", deadline.at_most(_LOOK_S))) is None:
+            while (
+                text := self.wait(f"{stage}/{process}", deadline.at_most(timeouts.LOOK_S))
+            ) is None:
                 if verdict := self.wait("verdict", Deadline(0.001)):
                     raise Refused(verdict)
                 if lost := self.lost():
@@ -166,7 +166,7 @@ def _in_time(call: Callable[[], None]) -> None:
 
     thread = threads.Thread(run)
     deadline = Deadline(config.get().meeting_s)
-    while not thread.join(_LOOK_S):
+    while not thread.join(timeouts.LOOK_S):
         if failure := failures.current():
             raise failures.CommunicationError(failure.message)
         if deadline.passed():

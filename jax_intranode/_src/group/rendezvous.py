@@ -20,7 +20,7 @@ from typing import Any
 
 import jax
 
-from jax_intranode._src import reasons
+from jax_intranode._src import reasons, timeouts
 from jax_intranode._src.group import agreed, key_value_store, log_line
 from jax_intranode._src.group import slabs as slabs_lib
 from jax_intranode._src.group import topology as topology_lib
@@ -146,7 +146,8 @@ def _perform(rendezvous: Rendezvous, processes: list[int]) -> None:
             verdict = store.claim("verdict", "")
         else:
             verdict = store.wait(
-                "verdict", key_value_store.Deadline(deadline.remaining_ms() / 1e3 + 10)
+                "verdict",
+                key_value_store.Deadline(deadline.remaining_ms() / 1e3 + timeouts.VERDICT_S),
             )
         if verdict is None:
             verdict = store.claim("verdict", f"process {processes[0]} gave no verdict in time")

@@ -18,33 +18,13 @@ from typing import Any
 
 import jax
 
+from jax_intranode._src import timeouts
 from jax_intranode._src.health import failures
 from jax_intranode._src.jax_private import distributed, last_program
 from jax_intranode._src.native import extension
 
-# How long a process may be silent until it counts as stopped. JAX ends all processes when one has
-# been silent for 100 s.
-SILENT_S = 30.0
-# How long the processes of a mesh may take to connect after all have come to the rendezvous.
-_CONNECT_S = 30.0
-# How long, at the end of a process after a failure, JAX's last barrier may take: while all peers
-# run, and when one has ended, which won't come.
-_BARRIER_S = 5.0
-_HOPELESS_BARRIER_S = 0.5
-# How long the process with JAX's coordination service then waits for its peers to end: when it
-# ends, JAX aborts those that are left.
-_LAST_S = 5.0
-# How often a process that has finished looks whether its peers have.
-_LOOK_S = 0.02
-# How often it looks whether it still computes, and how much processor time counts as computing: a
-# process at rest uses a third of that. A peer waits longer for a process that has finished
-# (kPatience of xla_ffi/health/peer_table.h).
-_COMPUTES_LOOK_S, _COMPUTES_S = 0.25, 0.002
-# How long a program that ends with an error code waits for what it has dispatched: `launch` ends it
-# after 30 s.
-_DRAIN_BEFORE_FAILURE_S = 25.0
-# How long a process waits for its threads to rest where JAX has no last barrier.
-_REST_S = 10.0
+# How much processor time between two looks counts as computing: a process at rest uses a third.
+_COMPUTES_S = 0.002
 # How many files XLA:GPU may need to compile a small program: its own and those of ptxas.
 _FILES_TO_COMPILE = 16
 # The outermost frame of a program: its main module, or what runs that for `python -m`.
@@ -86,12 +66,12 @@ class Watch:
         """
         self.device_ids = {process: ids for process, _, ids in others}
         secret = hashlib.sha256(" ".join(tokens).encode()).digest()
-        self.native.connect(others, secret, min(timeout_s, _CONNECT_S))
+        self.native.connect(others, secret, min(timeout_s, timeouts.CONNECT_S))
 
     def arm(self, platform: str) -> None:
         """Begins to watch, when all have connected. From then on a lost peer is a failure."""
         self.platform = platform
-        self.native.arm(extension.module(platform).platform(), SILENT_S)
+        self.native.arm(extension.module(platform).platform(), timeouts.SILENT_S)
         _watches.append(self)
         _take_part_in_the_end()
 
@@ -238,7 +218,7 @@ def _drain() -> None:
     exits = isinstance(_exit, SystemExit) and failures.current() is None
     if not exits and _tell_failure():
         return
-    end = time.monotonic() + (_DRAIN_BEFORE_FAILURE_S if exits else math.inf)
+    end = time.monotonic() + (timeouts.DRAIN_BEFORE_FAILURE_S if exits else math.inf)
     for platform in {watch.platform for watch in _watches}:
         arrays: list[Any] = []
         with contextlib.suppress(Exception):
@@ -247,7 +227,7 @@ def _drain() -> None:
         for array in arrays:
             with contextlib.suppress(Exception):  # who needed a result has seen its error
                 while not array.is_ready() and time.monotonic() < end:
-                    time.sleep(_LOOK_S)
+                    time.sleep(timeouts.LAST_LOOK_S)
         with contextlib.suppress(Exception):
             if platform == "gpu" and not exits:
                 extension.module("gpu").synchronize()
@@ -299,10 +279,10 @@ def _say_goodbye() -> None:
     used, began = _cpu_s_of_other_threads(), time.monotonic()
     looked = began
     while not _all_have_finished(finished) and (
-        awaits_peers or not (rests or looked > began + _REST_S)
+        awaits_peers or not (rests or looked > began + timeouts.REST_S)
     ):
-        time.sleep(_LOOK_S)
-        if not on_cpu or time.monotonic() - looked < _COMPUTES_LOOK_S:
+        time.sleep(timeouts.LAST_LOOK_S)
+        if not on_cpu or time.monotonic() - looked < timeouts.COMPUTES_LOOK_S:
             continue
         before, used, looked = used, _cpu_s_of_other_threads(), time.monotonic()
         rests = used - before < _COMPUTES_S
@@ -344,8 +324,8 @@ def _won_t_come(seconds: float, serves: bool) -> bool:
     ended = [has_ended for _, _, _, has_ended, *_ in peers]
     if not lost and not _fails:
         # A peer that has finished ends before the barrier only where a signal ends it.
-        return any(ended) and seconds > _BARRIER_S
-    limit = _HOPELESS_BARRIER_S if _has_lost or any(ended) else _BARRIER_S
+        return any(ended) and seconds > timeouts.BARRIER_S
+    limit = timeouts.HOPELESS_BARRIER_S if _has_lost or any(ended) else timeouts.BARRIER_S
     if serves and not all(ended):
-        limit += _LAST_S
+        limit += timeouts.LAST_S
     return seconds > limit

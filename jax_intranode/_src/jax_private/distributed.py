@@ -18,6 +18,7 @@ import jax
 from jax._src import api, distributed, xla_bridge
 from jaxlib import _jax
 
+from jax_intranode._src import timeouts
 from jax_intranode._src.native import threads
 
 
@@ -208,7 +209,7 @@ def bound_distributed_shutdown(
 
     def wait(outcome: list[BaseException | None], started: float, serves: bool) -> None:
         while not outcome:
-            time.sleep(0.02)
+            time.sleep(timeouts.LAST_LOOK_S)
             if gives_up(time.monotonic() - started, serves):
                 leave_without_waiting()
                 return
@@ -231,18 +232,14 @@ def leave_without_waiting() -> None:
 
 # Processes under `launch`, whose coordination service runs in the launcher.
 
-# Seconds after which the service and a process that do not hear from each other take each other for
-# dead: a week. A launcher sees processes end. One that is suspended, alone or with all others, is
-# not dead; with JAX's 100 s it would be when it goes on.
-HEARTBEAT_S = 7 * 24 * 3600
-
 
 def start_coordination_service(address: str, processes: int) -> Any:
     """Starts the service that the processes of a program meet at; `shutdown` of it ends it.
 
     0.10.2 and later: ``jax.distributed`` starts it in process 0 only.
     """
-    return _jax.get_distributed_runtime_service(address, processes, heartbeat_timeout=HEARTBEAT_S)
+    limit = timeouts.HEARTBEAT_S
+    return _jax.get_distributed_runtime_service(address, processes, heartbeat_timeout=limit)
 
 
 def use_service_elsewhere() -> None:

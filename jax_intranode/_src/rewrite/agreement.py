@@ -28,7 +28,7 @@ from typing import Any, NoReturn
 
 import jax
 
-from jax_intranode._src import reasons
+from jax_intranode._src import reasons, timeouts
 from jax_intranode._src.group import key_value_store, rendezvous
 from jax_intranode._src.health import failures, peers
 from jax_intranode._src.jax_private import (
@@ -48,12 +48,6 @@ CALLS = {
     INSTALL: "has not lowered this program within",
     INSTALL_AUTO: "has not lowered an auto-sharded program within",
 }
-# Seconds that a process waits for those that have not said so, and for all where it does not call
-# the program; and when a call has waited in vain for these devices.
-FIRST_WAIT_S = 10.0
-LATER_WAIT_S = 1.0
-# How often a process that waits looks whether another one is gone.
-_LOOK_S = 0.2
 
 # By device ids: whether all processes have been there at the same time; False after a call that has
 # waited in vain.
@@ -71,7 +65,7 @@ def reason_not_to_rewrite(mesh: jax.sharding.Mesh, body: Any) -> str | None:
     if jax.process_index() not in _processes(mesh):
         return reasons.NOT_HERE
     devices = device_ids(mesh)
-    wait_s = LATER_WAIT_S if devices in _met else wait_s_of_program()
+    wait_s = timeouts.LATER_WAIT_S if devices in _met else wait_s_of_program()
     try:
         store = _store(mesh, f"rewrite/{_fingerprint(devices, body)}")
     except RuntimeError as error:
@@ -166,7 +160,7 @@ def _store_of_auto(mesh: jax.sharding.Mesh, what: str) -> key_value_store.Store:
 
 def wait_s_of_program() -> float:
     """How long a process waits for the others to lower the program that it lowers."""
-    return config.get().meeting_s if lowering_context.lowering_for_call() else FIRST_WAIT_S
+    return config.get().meeting_s if lowering_context.lowering_for_call() else timeouts.FIRST_WAIT_S
 
 
 def _why_late(call: str) -> str:
@@ -199,7 +193,7 @@ def _decide(
     if seconds:
         decision = _missing(store, mesh, seconds, call)
         if not decision and any(
-            store.wait(f"here/{process}", key_value_store.Deadline(1)) != said
+            store.wait(f"here/{process}", key_value_store.Deadline(timeouts.SAYING_S)) != said
             for process in _processes(mesh)
         ):
             decision = reasons.OTHER_OPERATIONS
@@ -211,7 +205,7 @@ def _missing(
 ) -> str:
     """Which process has not come in time; empty if all have come."""
     deadline = key_value_store.Deadline(seconds)
-    first = key_value_store.Deadline(min(seconds, FIRST_WAIT_S))
+    first = key_value_store.Deadline(min(seconds, timeouts.FIRST_WAIT_S))
     report = key_value_store.Deadline(config.get().report_after_s)
     is_reported = False
     for process in _processes(mesh):
@@ -220,7 +214,7 @@ def _missing(
         while True:
             # Before the look: a process that is here may come to its end then.
             absence = peers.absence(ids)
-            if store.wait(f"here/{process}", deadline.at_most(_LOOK_S)) is not None:
+            if store.wait(f"here/{process}", deadline.at_most(timeouts.LOOK_S)) is not None:
                 break
             rendezvous.raise_if_failed(mesh.devices.flat)
             if absence:

@@ -17,6 +17,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from jax_intranode._src import timeouts
+
 _log = logging.getLogger("jax_intranode")
 # The logger of the lines that say what jax.lax or XLA runs, and why.
 FALLBACKS = "jax_intranode.fallbacks"
@@ -133,17 +135,17 @@ class Config:
         _positive(int, or_zero=True),
     )
     timeout_s: float = _variable(
-        1800.0,
+        timeouts.WAIT_S,
         "`0` or a positive number",
-        "1800",
+        f"{timeouts.WAIT_S:g}",
         "seconds after which a rank that waits for another one fails; `0`: never. A rendezvous "
-        "takes at most 300",
+        f"takes at most {timeouts.MEETING_S:g}",
         _positive(float, or_zero=True),
     )
     report_after_s: float = _variable(
-        10.0,
+        timeouts.REPORT_AFTER_S,
         "a positive number",
-        "10",
+        f"{timeouts.REPORT_AFTER_S:g}",
         "seconds after which a rank that waits for another one logs a warning for the first time",
         _positive(float),
     )
@@ -210,12 +212,12 @@ class Config:
     @property
     def wait_s(self) -> float:
         """The limit of a wait in seconds; 30 years for no limit."""
-        return self.timeout_s or 1e9
+        return self.timeout_s or timeouts.NO_LIMIT_S
 
     @property
     def meeting_s(self) -> float:
         """The limit of what needs all processes at once: a rendezvous, or JAX's store."""
-        return min(self.wait_s, 300.0)
+        return min(self.wait_s, timeouts.MEETING_S)
 
     def ring_bytes(self, platform: str) -> int:
         """Bytes of a device's ring buffer on a platform.

@@ -12,6 +12,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
+from jax_intranode._src import timeouts
 from jax_intranode._src.command_line import machine, options
 from jax_intranode._src.command_line.bench import report
 from jax_intranode._src.command_line.bench import settings as of_bench
@@ -89,7 +90,7 @@ def add_arguments(
     text = "untimed repetitions before the timed ones (default 5)"
     add("-w", "--warmup_iters", type=natural, default=5, help=text)
     text = "time limit in seconds for each mode (default 1800)"
-    add("-T", "--timeout", type=positive, default=1800, help=text)
+    add("-T", "--timeout", type=positive, default=timeouts.BENCH_S, help=text)
     text = (
         "call the collective with a pytree of COUNT arrays; the size is that of all arrays "
         "together (default 1)"

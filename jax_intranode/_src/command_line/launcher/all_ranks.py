@@ -8,13 +8,11 @@ from typing import Any
 
 import jax
 
+from jax_intranode._src import timeouts
 from jax_intranode._src.command_line.launcher import rank as launched
 from jax_intranode._src.command_line.launcher.own_files import open_own
 from jax_intranode._src.command_line.launcher.runs import Devices
 from jax_intranode._src.jax_private import distributed
-
-# A rank that compiles for long keeps the others waiting.
-_TIMEOUT_MS = 600_000
 
 
 class Rank:
@@ -83,7 +81,7 @@ def values(name: str, value: float) -> list[float]:
     prefix = f"jax_intranode/command/{name}"
     client.key_value_set(f"{prefix}/{jax.process_index()}", repr(float(value)))
     return [
-        float(client.blocking_key_value_get(f"{prefix}/{rank}", _TIMEOUT_MS))
+        float(client.blocking_key_value_get(f"{prefix}/{rank}", int(timeouts.NUMBER_S * 1e3)))
         for rank in range(jax.process_count())
     ]
 

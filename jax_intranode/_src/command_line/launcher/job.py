@@ -17,6 +17,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any, NamedTuple, Self
 
+from jax_intranode._src import timeouts
+
 # Ends the ranks when the process that has started them is gone, however it ended. It reads the
 # numbers of process groups until then. PR_SET_PDEATHSIG would not reach the ranks' children, and
 # it fires when the thread ends that has started a rank.
@@ -28,15 +30,6 @@ for group in [int(line) for line in sys.stdin]:
     except OSError:
         pass
 """
-
-# How long a rank may take to print its stacks after SIGABRT.
-ABORT_S = 1.0
-
-# How long a rank may take to end after SIGKILL.
-_KILLED_S = 60.0
-
-# How long a signal to this process may have to wait for its handler.
-_SIGNAL_S = 0.1
 
 
 class Streams(NamedTuple):
@@ -152,7 +145,7 @@ class Job:
                 one of these can be written.
         """
         # A signal does not end a wait of the main thread if another thread has got it.
-        timeout_s = max(0.0, min(timeout_s, _SIGNAL_S))
+        timeout_s = max(0.0, min(timeout_s, timeouts.SIGNAL_S))
         if full:
             ready = select.poll()
             ready.register(self._ends.fileno(), select.POLLIN)
@@ -181,7 +174,7 @@ class Job:
         for rank, process in enumerate(self.processes):
             # One that the driver holds in the kernel ends later; nothing can hurry it.
             with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(_KILLED_S)
+                process.wait(timeouts.KILLED_S)
             code = process.returncode
             code = -signal.SIGKILL if code is None else code
             if rank == self.first_failed and code in (0, -signal.SIGTERM, -signal.SIGKILL):

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import IO
 
+from jax_intranode._src import timeouts
 from jax_intranode._src.command_line.launcher.own_files import open_own
 
 # How many of a rank's last lines the report of a failure shows, and how much of a line.
@@ -16,8 +17,6 @@ _TAIL_LINES = 30
 _TAIL_BYTES = 400
 # How messages of this package begin.
 _OURS = b"jax_intranode: "
-# After this time a line that has not ended is shown as it is: a progress bar, or a question.
-_PATIENCE_S = 1.0
 _READ_BYTES = 1 << 16
 _PIECE_BYTES = select.PIPE_BUF
 
@@ -140,7 +139,7 @@ class Stream:
 
     def show_old(self) -> None:
         """Shows a line that has not ended for a while."""
-        if time.monotonic() - self._since > _PATIENCE_S:
+        if time.monotonic() - self._since > timeouts.LINE_S:
             self._show_line()
 
     def _read(self) -> bool:

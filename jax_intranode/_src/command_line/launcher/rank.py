@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 
+from jax_intranode._src import timeouts
 from jax_intranode._src.jax_private import distributed
 from jax_intranode._src.selection import config
 
@@ -74,12 +75,8 @@ def connect(platform: str) -> int:
         local_devices = list(range(len(local_devices)))
     if os.environ[config.COORDINATOR].startswith("unix:"):
         distributed.use_service_elsewhere()
-    timeouts = {
-        "initialization_timeout": 60,
-        "heartbeat_timeout_seconds": 100,
-        "shutdown_timeout_seconds": 30,
-    }
-    jax.distributed.initialize(**_arguments({**timeouts, "local_device_ids": local_devices}))
+    given = {**timeouts.OF_COMMANDS, "local_device_ids": local_devices}
+    jax.distributed.initialize(**_arguments(given))
     return int(os.environ[config.RANK])
 
 
@@ -126,7 +123,7 @@ def _arguments(given: dict[str, Any]) -> dict[str, Any]:
     # Slurm and Open MPI does it in this way, too.
     if given.get("local_device_ids") is None:
         arguments["local_device_ids"] = _local_devices()
-    arguments.setdefault("heartbeat_timeout_seconds", distributed.HEARTBEAT_S)
+    arguments.setdefault("heartbeat_timeout_seconds", timeouts.HEARTBEAT_S)
     return arguments
 
 

@@ -15,8 +15,9 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, TextIO
 
+from jax_intranode._src import timeouts
 from jax_intranode._src.command_line import machine
-from jax_intranode._src.command_line.launcher.job import ABORT_S, Job, Streams
+from jax_intranode._src.command_line.launcher.job import Job, Streams
 from jax_intranode._src.command_line.launcher.own_files import open_own, private_directory
 from jax_intranode._src.command_line.launcher.rank import rank_env, sharing_env
 from jax_intranode._src.command_line.launcher.service import coordination_service
@@ -183,7 +184,7 @@ def run_ranks(
         first_failed = job.first_failed
         wait(min(deadline, time.monotonic() + grace_s))
         job.send(signal.SIGABRT)
-        wait(time.monotonic() + ABORT_S)
+        wait(time.monotonic() + timeouts.ABORT_S)
 
     exit_codes = [code or 0 for code in job.exit_codes]
     if any(exit_codes):

@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from jax_intranode._src import timeouts
 from jax_intranode._src.command_line import machine, options
 from jax_intranode._src.command_line.bench import report
 from jax_intranode._src.command_line.bench.settings import Settings
@@ -33,8 +34,6 @@ OPERATIONS = tuple(record.name for kind in (COLLECTIVE, NORM) for record in of_k
 # Longer chains take long to compile on GPUs, and to run on the CPU.
 _ITERATIONS = {"gpu": 9, "cpu": 11}
 _CHAIN = {"gpu": 64, "cpu": 8}
-# What starting the ranks and the last measurement may take beyond the time of a job.
-_SLACK_S = 300
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -108,7 +107,7 @@ def run(arguments: argparse.Namespace) -> int:
             variables=dict.fromkeys(
                 (tuning.VARIABLE, "JAX_INTRANODE_ALGORITHM", "JAX_INTRANODE_STRICT"), ""
             ),
-            timeout_s=allowed + _SLACK_S,
+            timeout_s=allowed + timeouts.TUNE_SLACK_S,
             line=line,
             shows_log=True,
         )

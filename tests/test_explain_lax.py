@@ -21,7 +21,7 @@ from jax.sharding import PartitionSpec as P
 import jax_intranode
 from jax_intranode import Call, explain
 from jax_intranode._src.jax_private import hlo
-from jax_intranode._src.rewrite.body import Body
+from jax_intranode._src.rewrite.collectives import Body
 from jax_intranode._src.selection import config
 
 pytestmark = pytest.mark.usefixtures("not_installed")

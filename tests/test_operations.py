@@ -97,7 +97,7 @@ from jax_intranode._src.command_line import benefits
 from jax_intranode._src.command_line.bench import oracle
 from jax_intranode._src.command_line.bench.operations import OPERATIONS
 from jax_intranode._src.command_line.tune import command
-from jax_intranode._src.rewrite.body import Body
+from jax_intranode._src.rewrite.collectives import Body
 from jax_intranode._src.selection import table
 
 assert jax_intranode.__file__.startswith(sys.argv[1]), jax_intranode.__file__

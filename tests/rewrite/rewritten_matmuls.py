@@ -15,7 +15,7 @@ from test_rewriting import names, rewritten
 
 import jax_intranode
 from jax_intranode._src.ops.primitive import BY_PRIMITIVE
-from jax_intranode._src.rewrite.body import Body
+from jax_intranode._src.rewrite.collectives import Body
 
 N = len(jax.devices())
 T, F, H = 2, 8, 16  # rows and columns of a rank's x, columns of a rank's w

@@ -19,7 +19,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 import jax_intranode
-from jax_intranode._src.rewrite.body import Body
+from jax_intranode._src.rewrite.collectives import Body
 
 N = len(jax.devices())
 ROWS, COLUMNS = 2, 2 * N  # of a device

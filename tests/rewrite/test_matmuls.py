@@ -45,7 +45,7 @@ from test_rewriting import rewritten
 
 from jax_intranode._src.ops.primitive import BY_PRIMITIVE
 from jax_intranode._src.rewrite import sums
-from jax_intranode._src.rewrite.body import Body
+from jax_intranode._src.rewrite.collectives import Body
 
 # All-gathers.
 

@@ -42,7 +42,7 @@ from test_rewriting import names, rewritten
 import jax_intranode
 from jax_intranode._src.jax_private import hlo
 from jax_intranode._src.rewrite import gathers
-from jax_intranode._src.rewrite.body import Body
+from jax_intranode._src.rewrite.collectives import Body
 
 # Gradients, control flow, donation.
 

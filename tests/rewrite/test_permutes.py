@@ -19,7 +19,7 @@ from test_rewriting import N, names, normal, rewritten
 import jax_intranode
 from jax_intranode._src.operations import RECORDS
 from jax_intranode._src.rewrite import collectives, sums
-from jax_intranode._src.rewrite.body import Body
+from jax_intranode._src.rewrite.collectives import Body
 from jax_intranode._src.selection import table
 
 FORTH = shift(N)

@@ -16,8 +16,7 @@ from jax_intranode._src.operations import NORM, RECORDS, of_kind
 from jax_intranode._src.ops import norm_rules
 from jax_intranode._src.ops.lowering_site import LoweringSite
 from jax_intranode._src.rewrite import rows
-from jax_intranode._src.rewrite.body import Body
-from jax_intranode._src.rewrite.collectives import collective_of
+from jax_intranode._src.rewrite.collectives import Body, collective_of
 from jax_intranode._src.rewrite.dataflow import Dataflow
 from jax_intranode._src.rewrite.fusion import FARTHEST, Accepted, Replacement
 from jax_intranode._src.selection import select

@@ -22,8 +22,7 @@ from jax_intranode._src.jax_private import equation_kinds, jaxpr_walk, lax_colle
 from jax_intranode._src.operations import RECORDS
 from jax_intranode._src.ops import primitive
 from jax_intranode._src.rewrite import collectives
-from jax_intranode._src.rewrite.body import Body
-from jax_intranode._src.rewrite.collectives import Choice
+from jax_intranode._src.rewrite.collectives import Body, Choice
 from jax_intranode._src.rewrite.waiting import Waiting
 
 # Collectives of more bytes than this stay lax's if there are matmuls after them that need not wait

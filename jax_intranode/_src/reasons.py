@@ -179,8 +179,10 @@ UNKNOWN_DTYPE = Reason(
 UNEVEN = Reason("a dimension that the axes do not divide", UNSUPPORTED)
 BOOLEANS = Reason("a sum of booleans is True or False, and a psum counts", UNSUPPORTED)
 DOT_ALGORITHM = Reason("a dot algorithm", UNSUPPORTED)
-NO_SUM = Reason("a reduction that is not a sum", UNSUPPORTED)
-SUM_FROM_OTHER = Reason("a sum that does not begin at 0", UNSUPPORTED)
+NO_SUM = Reason("a reduction that is no sum, maximum or minimum", UNSUPPORTED)
+SUM_FROM_OTHER = Reason(
+    "a reduction that begins at another number than a sum, maximum or minimum does", UNSUPPORTED
+)
 NO_PLAN = Reason("no plan of gathers and sums", UNSUPPORTED)
 UNKNOWN_PLAN = Reason("XLA computes it with {collectives}, in a way that is not known", UNSUPPORTED)
 NOT_COMPILED_ALONE = Reason("XLA does not compile it alone: {error}", UNSUPPORTED)

@@ -25,6 +25,7 @@ from auto_programs import (
 from jax import lax
 from jax.extend.mlir import ir
 from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
 from tiers import full
 
 import jax_intranode
@@ -233,6 +234,49 @@ def test_a_sum_that_does_not_begin_at_zero() -> None:
     check(lambda x: lax.reduce(x, np.float32(3), lax.add, (1,)), x)
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int32", "uint8"])
+def test_maxima_and_minima(dtype: str) -> None:
+    mesh = two_axes()
+    x = put(mesh, (100 * np.abs(normal(0, 8, 16))).astype(dtype), "data", "model")
+
+    def f(x: Any) -> Any:
+        return x.max(1), (x // 2).max(1), x.min((0, 1)), x.max(0)
+
+    before, after = check(f, x)
+    # Those over one axis that are ready together are one operation.
+    assert before["all-reduce"] >= 4 and of_xla(after) == 0
+    assert after["jax_intranode_pmax"] == 2 and after["jax_intranode_pmin"] in (1, 2)
+    _, after = check(lambda x: lax.reduce(x, np.array(3, dtype), lax.max, (1,)), x)
+    assert after["jax_intranode_pmax"] == 0  # it begins at another number
+
+
+@pytest.mark.parametrize("bounded", [False, True])
+def test_softmax_over_a_sharded_vocabulary(bounded: bool) -> None:
+    """The maximum and the sum, of logits that are a product; also in a partly manual shard_map."""
+    mesh = two_axes()
+    p = {"w": put(mesh, normal(0, 16, 32), None, "model")}
+    x = put(mesh, normal(1, 8, 16), "data")
+
+    def loss(p: Any, x: Any) -> Any:
+        return jax.nn.log_softmax(x @ p["w"])
+
+    def manual(p: Any, x: Any) -> Any:
+        return lax.pmax(jax.nn.softmax(x @ p["w"]), "data")
+
+    if bounded:
+        axes = {"axis_names": {"data"}, "check_vma": False}
+        f = jax.shard_map(manual, mesh=mesh, in_specs=(P(), P("data")), out_specs=P(), **axes)
+        _, after = check(f, p, x)
+        assert after["jax_intranode_pmax"] == 2 and after["jax_intranode_psum"] == 1
+    else:
+        before, after = check(loss, p, x)
+        assert before == {"all-reduce": 2}
+        assert after == {"jax_intranode_pmax": 1, "jax_intranode_psum": 1}
+    jax_intranode.install(auto=True)
+    (left,) = jax_intranode.explain(lambda p, x: (x @ p["w"]).argmax(1))(p, x)
+    assert left.reason == "a reduction that is no sum, maximum or minimum"
+
+
 def test_a_key_of_random_numbers() -> None:
     """JAX says that it is replicated by a mesh of its own, without axes."""
     p, x = tensor_parallel()
@@ -291,7 +335,7 @@ def test_explain_says_what_became_of_each() -> None:
     p, x = tensor_parallel()
 
     def f(p: Any, x: Any) -> Any:
-        return mlp(p, x), x.max(0)
+        return mlp(p, x), x.prod(0)
 
     jax_intranode.install(auto=True)
     report = jax_intranode.explain(f)(p, x)
@@ -299,10 +343,11 @@ def test_explain_says_what_became_of_each() -> None:
     ours, left = report
     assert (ours.operation, ours.axes, ours.algorithm != "lax") == ("psum", ("model",), True)
     assert "test_auto.py" in ours.source
-    assert (left.operation, left.reason) == ("reduce", "a reduction that is not a sum")
+    no_sum = "a reduction that is no sum, maximum or minimum"
+    assert (left.operation, left.reason) == ("reduce", no_sum)
     report = jax_intranode.explain(f, compiled=True)(p, x)
     assert report.compiled == {"all-reduce": 1, "jax_intranode_psum": 1}
-    assert report.added == {"all-reduce": 1}  # the maximum
+    assert report.added == {"all-reduce": 1}  # the product
 
 
 def resharded_in_a_loop(mesh: Mesh, keep: bool) -> tuple[Any, tuple[Any, jax.Array]]:
@@ -352,14 +397,14 @@ def test_what_is_left_has_a_line_of_log(
     monkeypatch.undo()
     monkeypatch.setattr(fallback, "_logged", set())
 
-    def largest(x: Any) -> Any:
-        return x.max(0)
+    def product(x: Any) -> Any:
+        return x.prod(0)
 
-    where = f"{__file__}:{largest.__code__.co_firstlineno + 1} (largest)"
-    assert lines(largest, x) == [
-        "Lowered jit_largest: 0 operations that XLA's partitioner would add collectives to became "
+    where = f"{__file__}:{product.__code__.co_firstlineno + 1} (product)"
+    assert lines(product, x) == [
+        "Lowered jit_product: 0 operations that XLA's partitioner would add collectives to became "
         "0 of this package, 1 are left.",
-        f"reduce at {where} is left to XLA: a reduction that is not a sum.",
+        f"reduce at {where} is left to XLA: a reduction that is no sum, maximum or minimum.",
     ]
 
 

@@ -90,7 +90,7 @@ class _Program(jaxpr_edit.JaxprRewriter):
                 whole[of.operand] = lax.all_gather(
                     whole[of.operand], of.axes, axis=of.dimension, tiled=True
                 )
-            return plan.summed(lax.dot_general(*whole, **how))
+            return plan.summed(lax.dot_general(*whole, **how), "psum")
 
         sharded = jax.shard_map(
             call_frames.as_called_by(equation, body),

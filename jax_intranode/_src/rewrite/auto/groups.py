@@ -95,7 +95,7 @@ class Member:
         """Its results on a device, from its gathered operands."""
         assert self.kind.compute is not None  # as there is a plan
         count = len(self.found.values)
-        result = self.plan.summed(self.kind.compute(*operands[:count]))
+        result = self.plan.summed(self.kind.compute(*operands[:count]), self.kind.collective)
         return self.tail(result, operands[count:]) if self.tail else [result]
 
     def communicates(self) -> bool:
@@ -114,7 +114,7 @@ class Member:
         if gathered and not self.plan.sums:
             return "gather", *((one.value, one.gathers) for one in gathered)
         if not gathered and not self.plan.scatters:
-            return "sum", self.plan.sums, self.found.avals[0].dtype
+            return self.kind.collective, self.plan.sums, self.found.avals[0].dtype
         return None
 
     def nbytes(self, sizes: Mapping[str, int]) -> int:

@@ -35,6 +35,7 @@ class Kind:
         operands: how many of the MLIR operation's operands are arrays.
         reason: why it is left, then.
         axes: the axes of the collective that it is itself, in a partly manual shard_map.
+        collective: what combines the results of the devices, where a plan has sums.
     """
 
     name: str
@@ -44,6 +45,7 @@ class Kind:
     operands: int
     reason: str = ""
     axes: Axes = ()
+    collective: str = "psum"
 
 
 @dataclass(frozen=True)
@@ -132,26 +134,55 @@ def _dot_general(operation: Any) -> Kind:
     return Kind("dot_general", key, labels, compute, 2)
 
 
-def _reduce(operation: Any) -> Kind | None:
-    if len(operation.operands) != 2:
-        return None
+# How a reduction is computed on a device, and among devices.
+_REDUCTIONS = {
+    "stablehlo.add": (lax.reduce_sum, "psum"),
+    "stablehlo.maximum": (lax.reduce_max, "pmax"),
+    "stablehlo.minimum": (lax.reduce_min, "pmin"),
+}
+
+
+def _reduction(block: Any) -> tuple[Callable[..., Any], str] | None:
+    """The reduction that a block is of two numbers; None if it is another one."""
+    names = [o.operation.name for o in block.operations if "sdy." not in o.operation.name]
+    return _REDUCTIONS.get(names[0]) if names[1:] == ["stablehlo.return"] else None
+
+
+def _start(collective: str, dtype: Any) -> float:
+    """Where a sum, maximum or minimum begins."""
+    if collective == "psum":
+        return 0.0
+    if jnp.issubdtype(dtype, jnp.integer):
+        limits = jnp.iinfo(dtype)
+        return float(limits.min if collective == "pmax" else limits.max)
+    return -math.inf if collective == "pmax" else math.inf
+
+
+def _reduce(operation: Any) -> Kind:
+    count = len(operation.results)
     dimensions = tuple(ir.DenseI64ArrayAttr(operation.attributes["dimensions"]))
     rank = len(ir.RankedTensorType(operation.operands[0].type).shape)
     own = tuple(range(rank))
-    labels = Labels((own,), tuple(i for i in own if i not in dimensions))
-    block = operation.regions[0].blocks[0]
-    reason = ""
-    if [o.operation.name for o in block.operations] != ["stablehlo.add", "stablehlo.return"]:
+    labels = Labels((own,) * count, tuple(i for i in own if i not in dimensions))
+    reduction = _reduction(operation.regions[0].blocks[0])
+    of = aval(operation.operands[0])
+    if reduction is None or count > 1:
         reason = reasons.NO_SUM
-    elif aval(operation.operands[0]) is None:
+        return Kind("reduce", None, labels, None, count, reason)
+    reduce, collective = reduction
+    reason = ""
+    if of is None:
         reason = reasons.UNKNOWN_DTYPE
-    elif splat(operation.operands[1]) != 0:
+    elif splat(operation.operands[1]) != _start(collective, of.dtype):
         reason = reasons.SUM_FROM_OTHER
 
     def compute(x: Any) -> Any:
-        return lax.reduce_sum(x, dimensions)
+        return reduce(x, dimensions)
 
-    return Kind("reduce", ("reduce", dimensions), labels, None if reason else compute, 1, reason)
+    return Kind(
+        *("reduce", ("reduce", collective, dimensions), labels, None if reason else compute),
+        *(1, reason, (), collective),
+    )
 
 
 def find(operation: Any, program: Program) -> Found | None:
@@ -183,7 +214,11 @@ def _decide(
     if None in specs:
         return None, reasons.PARTS_OF_AXES
     *ins, out = specs
-    candidates = list(plans.plans(kind.labels, ins, out))
+    candidates = [
+        plan
+        for plan in plans.plans(kind.labels, ins, out)
+        if kind.collective == "psum" or not plan.scatters
+    ]
     silent = [plan for plan in candidates if not plan.gathers and not plan.sums]
     known = result is not None and None not in avals
     if silent:
@@ -236,9 +271,11 @@ def _collective(operation: Any, program: Program) -> Found:
     own = tuple(range(len(ir.RankedTensorType(values[0].type).shape)))
     labels = Labels((own,), own)
 
+    collective = "psum"
+
     def found(plan: Plan | None, reason: str | None = None, compute: Any = lambda x: x) -> Found:
-        key = name, tuple(dimensions), axes
-        kind = Kind(name, key, labels, compute, 1, reason or "", axes or ())
+        key = name, collective, tuple(dimensions), axes
+        kind = Kind(name, key, labels, compute, 1, reason or "", axes or (), collective)
         return Found(operation, kind, values, avals, plan, reason)
 
     names = {"all_gather": ["all_gather_dim"], "reduce_scatter": ["scatter_dimension"]}
@@ -250,9 +287,10 @@ def _collective(operation: Any, program: Program) -> Found:
     if len(values) != 1 or None in avals:
         return found(None, reasons.SEVERAL_OPERANDS if len(values) > 1 else reasons.UNKNOWN_DTYPE)
     for block in (block for region in operation.regions for block in region.blocks):
-        inner = [o.operation.name for o in block.operations]
-        if [o for o in inner if not o.startswith("sdy.")] != ["stablehlo.add", "stablehlo.return"]:
+        reduction = _reduction(block)
+        if reduction is None or (name == "reduce_scatter" and reduction[1] != "psum"):
             return found(None, reasons.NO_SUM)
+        collective = reduction[1]
     if spec is None or spec != after or any(spec[dimension] for dimension in dimensions):
         return found(None, reasons.DIMENSION_OF_AUTO_AXES)
     for value in (values[0], operation.results[0]):

@@ -97,11 +97,11 @@ class Plan:
         """The sums that are scattered."""
         return tuple(each for each in self.sums if each.dimension is not None)
 
-    def summed(self, product: Any) -> Any:
-        """The result on a device, from its product."""
+    def summed(self, product: Any, collective: str) -> Any:
+        """The result on a device, from its product, by "psum", "pmax" or "pmin"."""
         for each in self.sums:
             if each.dimension is None:
-                product = lax.psum(product, each.axes)
+                product = getattr(lax, collective)(product, each.axes)
             else:
                 product = lax.psum_scatter(
                     product, each.axes, scatter_dimension=each.dimension, tiled=True

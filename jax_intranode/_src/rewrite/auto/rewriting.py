@@ -423,7 +423,7 @@ class _Rewriting:
 
     def _with_norm(self, member: Member, block: Any, members: Sequence[Member]) -> Member:
         """A member, with the norm behind its sum if this package makes one operation of both."""
-        if len(member.plan.sums) != 1 or member.kind.axes:
+        if len(member.plan.sums) != 1 or member.kind.axes or member.kind.collective != "psum":
             return member
         (of,) = member.plan.sums
         total = member.found.operation.results[0]

@@ -157,7 +157,7 @@ class _Reader:
             how = tuple(ir.DenseI64ArrayAttr(operation.attributes["broadcast_dimensions"]))
         elif name == "stablehlo.reduce":
             kind = kind_of(operation)
-            self._check(kind is not None and kind.compute is not None)
+            self._check(kind is not None and bool(kind.compute) and kind.collective == "psum")
             how = tuple(ir.DenseI64ArrayAttr(operation.attributes["dimensions"]))
         else:
             self._check(name == "stablehlo.reshape")

@@ -35,7 +35,7 @@ class Kernel(NamedTuple):
 
 def kernels_in(text: str) -> list[Kernel]:
     """The kernels that ``cuobjdump --dump-resource-usage`` lists."""
-    found = re.findall(r"Function (\S*20jax_intranode_kernel\S*):\s+REG:(\d+)", text)
+    found = re.findall(r"Function (\S*jax_intranode_(?:kernel|cube_mesh)I\S*):\s+REG:(\d+)", text)
     return [
         Kernel(name, int(re.findall(r"Li(\d+)E", name)[-1]), "AlignedBuffer" in name, int(count))
         for name, count in found

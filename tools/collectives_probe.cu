@@ -357,19 +357,13 @@ class Probe {
       }
     }
     if (!IsCubeMesh(links)) throw std::logic_error("no hybrid cube mesh");
-    for (int r = 0; r < count(); ++r) {
-      groups_[r].links = links[r];
-      for (int p = 0; p < count(); ++p) {
-        if (p != r && !groups_[r].IsLinkedTo(p)) groups_[r].region[p] = nullptr;
-      }
-    }
+    for (int r = 0; r < count(); ++r) groups_[r] = WithoutUnlinked(groups_[r], links[r]);
+    links_ = links;
   }
 
   void Enqueue(const Operation& o, int rank, const uint16_t* in, uint16_t* out) {
-    const auto launch = [&](const auto& call) {
-      Check(Launch(o.algorithm, kType, groups_[rank], call, o.segments, o.shape,
-                   ranks_[rank].stream));
-    };
+    const DeviceOperation operation{o.algorithm, kType, o.segments, o.shape};
+    const cudaStream_t stream = ranks_[rank].stream;
     if (o.algorithm == Algorithm::kPermute) {
       Permutes members;
       o.ForEachPiece([&](size_t begin, size_t elements) {
@@ -378,15 +372,15 @@ class Probe {
         members.Append({in + begin, out + begin, 2 * elements}, sources[rank],
                        to == sources.end() ? -1 : static_cast<int>(to - sources.begin()));
       });
-      Check(LaunchPermute(kType, permuting_[rank], members, 0, o.shape, ranks_[rank].stream));
-      return;
+      return Check(Launch(operation, permuting_[rank], members, stream));
     }
-    if (o.buffers == 1) return launch(Buffer{in, out, 2 * o.elements});
     Buffers pieces;
     o.ForEachPiece([&](size_t begin, size_t elements) {
       pieces.Append({in + begin, out + begin, 2 * elements});
     });
-    launch(pieces);
+    Check(links_.empty()
+              ? Launch(operation, groups_[rank], pieces, stream)
+              : Launch(operation, groups_[rank], LinkedBuffers{pieces, links_[rank]}, stream));
   }
 
   uint16_t* Allocate(size_t elements) {
@@ -428,6 +422,7 @@ class Probe {
   std::vector<DeviceGroup> groups_;
   std::vector<DeviceGroup> permuting_;  // the same ranks, with the regions of permutes
   std::vector<Rank> ranks_;
+  std::vector<Links> links_;  // of the ranks of a hybrid cube mesh
   std::vector<uint16_t*> allocated_;
   bool shared_;
 };

@@ -77,8 +77,10 @@ nb::tuple TimeOnGroup(const std::vector<int64_t>& device_ids, int64_t group_size
   GraphTiming timing;
   {
     nb::gil_scoped_release release;
-    timing = TimeInGraph(device, communicator->members.at(device).group, algorithm, *type, segments,
-                         {blocks, threads}, input, calls, repetitions);
+    const DeviceCommunicator::Member& member = communicator->members.at(device);
+    timing =
+        TimeInGraph(device, member.group, member.links,
+                    {algorithm, *type, segments, {blocks, threads}}, input, calls, repetitions);
   }
   return nb::make_tuple(timing.microseconds, BytesOf(timing.output));
 }

@@ -45,23 +45,20 @@ const char* cudaGetErrorString(cudaError_t) { return "out of resources"; }
 
 namespace jax_intranode {
 cudaStream_t ClosingStreamOf(int) { return reinterpret_cast<cudaStream_t>(kClosingStream); }
-cudaError_t Launch(Algorithm, ElementType, const DeviceGroup&, const Buffer&, uint32_t, LaunchShape,
-                   cudaStream_t) {
+cudaError_t Launch(const DeviceOperation&, const DeviceGroup&, const Buffers&, cudaStream_t) {
   ++launches;
   return next_status;
 }
-cudaError_t Launch(Algorithm, ElementType, const DeviceGroup&, const Buffers&, uint32_t,
-                   LaunchShape, cudaStream_t) {
+cudaError_t Launch(const DeviceOperation&, const DeviceGroup&, const LinkedBuffers&, cudaStream_t) {
   return next_status;
 }
-cudaError_t LaunchNorm(ElementType, const DeviceGroup&, const NormCall&, LaunchShape,
-                       cudaStream_t) {
+cudaError_t Launch(const DeviceOperation&, const DeviceGroup&, const NormCall&, cudaStream_t) {
   return next_status;
 }
 uint64_t permutations_of_call = 0;
-cudaError_t LaunchPermute(ElementType, const DeviceGroup&, const Permutes&, uint64_t permutations,
-                          LaunchShape, cudaStream_t) {
-  permutations_of_call = permutations;
+cudaError_t Launch(const DeviceOperation& operation, const DeviceGroup&, const Permutes&,
+                   cudaStream_t) {
+  permutations_of_call = operation.permutations;
   return next_status;
 }
 bool NormFits(ElementType, const NormCall&, LaunchShape) { return true; }

@@ -66,13 +66,10 @@ void Require(bool condition, const std::string& what) {
 }
 
 // Quads of the even and of the odd ranks; an even rank's relay is the next one.
-std::vector<jin::Links> MeshOf(int n) {
-  std::vector<jin::Links> links;
-  for (int r = 0; r < n && on_mesh; ++r) {
-    links.push_back({0, r ^ 1});
-    for (int p = 0; p < n; ++p) {
-      if (p != r && (p % 2 == r % 2 || p == (r ^ 1))) links[r].peers |= 1u << p;
-    }
+jin::Links LinksOf(int rank, int ranks) {
+  jin::Links links{0, rank ^ 1};
+  for (int r = 0; r < ranks; ++r) {
+    if (r != rank && (r % 2 == rank % 2 || r == links.relay)) links.peers |= 1u << r;
   }
   return links;
 }
@@ -330,7 +327,7 @@ std::string AwaitByProgress(
 
 void Sound(int ranks, int processes, int rounds) {
   const jin::Regions regions(ranks, kEpochBufferBytes, 0u - rounds * kSites / 2);
-  const auto groups = jin::GroupsOf(regions, processes, kNever, MeshOf(ranks));
+  const auto groups = jin::GroupsOf(regions, processes, kNever);
   // Permutes have regions of their own.
   const jin::Regions of_permutes(ranks, kEpochBufferBytes, 0u - rounds);
   const auto permuting = jin::GroupsOf(of_permutes, processes, kNever);
@@ -374,7 +371,8 @@ void Sound(int ranks, int processes, int rounds) {
               return group_of(plans[k]).Arrive(r, Identity(sites[k]), plans[k].operation, call);
             };
             tickets.push_back(plans[k].Permutes() ? arrive(plans[k].MembersOf(r, buffers))
-                                                  : arrive(buffers));
+                              : on_mesh ? arrive(jin::LinkedBuffers{buffers, LinksOf(r, ranks)})
+                                        : arrive(buffers));
           }
           for (size_t k = 0; k < sites.size(); ++k) {
             // Peers may wait for this rank in the other group.

@@ -4,7 +4,6 @@
 #include <type_traits>
 
 #include "xla_ffi/kernels/algorithms.h"
-#include "xla_ffi/kernels/hybrid_cube_mesh.h"
 #include "xla_ffi/kernels/one_hop.h"
 #include "xla_ffi/kernels/two_shot.h"
 #include "xla_ffi/kernels/types.h"
@@ -39,8 +38,6 @@ auto WithKernel(Algorithm algorithm, Run run) {
       return run(std::type_identity<ReduceScatter<Type, N, Packets>>());
     case Algorithm::kAllGather:
       return run(std::type_identity<AllGather<Type, N, Packets>>());
-    case Algorithm::kAllToAll:
-      return run(std::type_identity<AllToAll<Type, N, Packets>>());
     case Algorithm::kOneShotMax:
       return run(std::type_identity<OneShot<Extreme<Type, true>, N, Packets>>());
     case Algorithm::kTwoShotMax:
@@ -50,7 +47,7 @@ auto WithKernel(Algorithm algorithm, Run run) {
     case Algorithm::kTwoShotMin:
       return run(std::type_identity<TwoShot<Extreme<Type, false>, N, Packets>>());
     default:
-      return run(std::type_identity<HybridCubeMesh<Type, N, Packets>>());
+      return run(std::type_identity<AllToAll<Type, N, Packets>>());
   }
 }
 

@@ -152,9 +152,13 @@ bool RunAs(HostThread& t, const TestGroup& g, const jin::Buffers& call, const Pl
              ? RunBody<jin::TwoShot<jin::Extreme<Type, true>, 0, Packets>>(t, g, call, plan)
          : plan.algorithm == jin::Algorithm::kOneShotMin
              ? RunBody<jin::OneShot<jin::Extreme<Type, false>, 0, Packets>>(t, g, call, plan)
-         : plan.algorithm == jin::Algorithm::kTwoShotMin
-             ? RunBody<jin::TwoShot<jin::Extreme<Type, false>, 0, Packets>>(t, g, call, plan)
-             : RunBody<jin::HybridCubeMesh<Type, 0, Packets>>(t, g, call, plan);
+             : RunBody<jin::TwoShot<jin::Extreme<Type, false>, 0, Packets>>(t, g, call, plan);
+}
+
+template <class Type, class Packets>
+bool RunAs(HostThread& t, const TestGroup& g, const jin::LinkedBuffers& call, const Plan&) {
+  return g.size == 8 ? jin::RunOperation<jin::HybridCubeMesh<Type, 8, Packets>>(t, g, call)
+                     : jin::RunOperation<jin::HybridCubeMesh<Type, 0, Packets>>(t, g, call);
 }
 
 template <class Type, class Packets>
@@ -255,6 +259,9 @@ bool RunPlan(HostThread& t, const TestGroup& g, const jin::Buffer& whole, const 
                                           members.sources,
                                           members.destinations},
                       plan);
+  }
+  if (plan.algorithm == jin::Algorithm::kHybridCubeMesh) {
+    return RunCall(t, g, jin::LinkedBuffers{PiecesOf(whole, plan), g.links}, plan);
   }
   if (plan.buffers == 1) {
     // Ranks may use different kinds of buffers.
@@ -570,14 +577,12 @@ int main(int argc, char** argv) {
     group.short_segment = variant == "short_segment";
     group.one_operation_word = variant == "one_operation_word";
     if (!mesh) return group;
+    group = jin::WithoutUnlinked(group, links[rank]);
     group.links = links[rank];
-    for (int q = 0; q < ranks; ++q) {
-      if (q != rank && !group.IsLinkedTo(q)) group.region[q] = nullptr;
-    }
     // A rank that takes another one for its relay, to which it has no link.
     if (variant == "wrong_relay" && rank == 0) {
       for (int q = 1; q < ranks; ++q) {
-        if (!group.IsLinkedTo(q)) group.links.relay = q;
+        if (!group.links.Has(q)) group.links.relay = q;
       }
     }
     return group;
@@ -599,7 +604,7 @@ int main(int argc, char** argv) {
             const jin::Buffer none{inputs[r][k].data(), outputs[r][k].data(), plans[k].bytes};
             jin::BeginPermute(thread, group, MembersOf(r, none, plans[k]));
           } else {
-            jin::CheckSameOperation(thread, group);
+            jin::CheckSameOperation(thread, group, mesh ? group.links.peers : ~0u);
           }
           rank_barriers[r]->arrive_and_wait();
         }

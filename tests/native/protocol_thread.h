@@ -11,6 +11,7 @@
 #include <type_traits>
 #include <vector>
 
+#include "xla_ffi/kernels/hybrid_cube_mesh.h"
 #include "xla_ffi/kernels/norm_protocol.h"
 #include "xla_ffi/kernels/one_hop.h"
 #include "xla_ffi/kernels/permute.h"
@@ -105,6 +106,7 @@ struct TestGroup : jin::Group {
   bool one_operation_word = false;
   bool short_segment = false;
   bool no_room = false;
+  jin::Links links{};  // in a hybrid cube mesh
   uint64_t operation;
   uint64_t* OperationOf(int of, int to, uint32_t count) const {
     return jin::Group::OperationOf(of, to, one_operation_word ? 0 : count);

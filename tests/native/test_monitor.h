@@ -20,8 +20,7 @@ namespace jax_intranode {
 // The groups of `processes` processes, each of which has a contiguous part of the ranks. The device
 // of rank r has the id 10 + r.
 inline std::vector<std::shared_ptr<HostGroup>> GroupsOf(const Regions& regions, int processes,
-                                                        std::chrono::nanoseconds timeout,
-                                                        const std::vector<Links>& links = {}) {
+                                                        std::chrono::nanoseconds timeout) {
   Group layout{};
   regions.GiveTo(&layout);
   const int n = regions.ranks();
@@ -33,7 +32,7 @@ inline std::vector<std::shared_ptr<HostGroup>> GroupsOf(const Regions& regions, 
     for (int r = 0; r < n; ++r) {
       if (r * processes / n == p) local.push_back(r);
     }
-    groups.push_back(std::make_shared<HostGroup>(layout, local, ids, timeout, nullptr, links));
+    groups.push_back(std::make_shared<HostGroup>(layout, local, ids, timeout, nullptr));
   }
   return groups;
 }

@@ -40,6 +40,18 @@ __global__ void __launch_bounds__(kMaxThreads)
   RunOperation<Permute<Type, 0, typename Type::Packets>>(thread, group, call);
 }
 
+template <class Type, int N>
+__global__ void __launch_bounds__(kMaxThreads)
+    jax_intranode_cube_mesh(const __grid_constant__ DeviceGroup group,
+                            const __grid_constant__ LinkedBuffers call) {
+  DeviceThread thread(group, Algorithm::kHybridCubeMesh);
+  if (thread.IsCheckBlock()) {
+    CheckSameOperation(thread, group, call.links.peers);
+    return;
+  }
+  RunOperation<HybridCubeMesh<Type, N>>(thread, group, call);
+}
+
 template <class Type>
 const void* PermuteKernel(bool aligned) {
   using Copied = CopiedAs<Type>;
@@ -140,10 +152,8 @@ const void* KernelOfCall(Algorithm algorithm, ElementType type, int size, CallKi
   if (algorithm == Algorithm::kHybridCubeMesh) {
     // One kernel for each type: a call of one buffer takes it, too.
     if (kind != CallKind::kMany || in_segments) return nullptr;
-    return Type::Visit(type, [](auto of) {
-      return Address<HybridCubeMesh, Algorithm::kHybridCubeMesh, decltype(of), kMaxRanks,
-                     Buffers>();
-    });
+    return Type::Visit(
+        type, [](auto of) { return kListed<&jax_intranode_cube_mesh<decltype(of), kMaxRanks>>; });
   }
   switch (kind) {
     case CallKind::kAligned:

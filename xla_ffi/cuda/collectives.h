@@ -5,6 +5,7 @@
 
 #include "../kernels/algorithms.h"
 #include "../kernels/group.h"
+#include "../kernels/hybrid_cube_mesh.h"
 #include "../kernels/norm.h"
 #include "../kernels/permute.h"
 #include "../kernels/segments.h"
@@ -25,9 +26,11 @@ struct DeviceGroup : Group {
 
 // Every driver takes kernel parameters of this size.
 static_assert(sizeof(DeviceGroup) + sizeof(InSegments<Buffers>) <= 4096);
+static_assert(sizeof(DeviceGroup) + sizeof(LinkedBuffers) <= 4096);
 static_assert(sizeof(DeviceGroup) + sizeof(Permutes) <= 4096);
 
-// The buffers that a kernel takes: AlignedBuffer, Buffer or Buffers.
+// The buffers that a kernel takes: AlignedBuffer, Buffer, or Buffers (that of a hybrid cube mesh:
+// LinkedBuffers).
 enum class CallKind { kAligned, kAny, kMany };
 
 // The kernel of an element type in a group of `size` ranks; null if there is none. `in_segments`:
@@ -46,18 +49,24 @@ struct LaunchShape {
   int threads;
 };
 
+// What is launched. More than one segment is for algorithms that RunsInSegments().
+struct DeviceOperation {
+  Algorithm algorithm;
+  ElementType type;
+  uint32_t segments;
+  LaunchShape shape;
+  uint64_t permutations = 0;  // a hash of those of all members of a permute
+};
+
 // Enqueues one operation: a kernel launch without allocation or synchronisation. May be captured.
-// More than one segment is for algorithms that RunsInSegments().
-cudaError_t Launch(Algorithm algorithm, ElementType type, const DeviceGroup& group,
-                   const Buffer& buffer, uint32_t segments, LaunchShape shape, cudaStream_t stream);
-cudaError_t Launch(Algorithm algorithm, ElementType type, const DeviceGroup& group,
-                   const Buffers& buffers, uint32_t segments, LaunchShape shape,
+cudaError_t Launch(const DeviceOperation& operation, const DeviceGroup& group, const Buffers& call,
                    cudaStream_t stream);
-// `permutations`: a hash of those of all members. The ranks must agree on it.
-cudaError_t LaunchPermute(ElementType type, const DeviceGroup& group, const Permutes& call,
-                          uint64_t permutations, LaunchShape shape, cudaStream_t stream);
-cudaError_t LaunchNorm(ElementType type, const DeviceGroup& group, const NormCall& call,
-                       LaunchShape shape, cudaStream_t stream);
+cudaError_t Launch(const DeviceOperation& operation, const DeviceGroup& group,
+                   const LinkedBuffers& call, cudaStream_t stream);
+cudaError_t Launch(const DeviceOperation& operation, const DeviceGroup& group, const Permutes& call,
+                   cudaStream_t stream);
+cudaError_t Launch(const DeviceOperation& operation, const DeviceGroup& group, const NormCall& call,
+                   cudaStream_t stream);
 
 // Whether blocks of this shape can work on rows of this length.
 bool NormFits(ElementType type, const NormCall& call, LaunchShape shape);

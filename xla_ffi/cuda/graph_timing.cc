@@ -17,22 +17,26 @@ Owned<void> DeviceMemory(size_t bytes) {
 }
 
 // One launch. In a permute each rank sends to the next one.
-cudaError_t LaunchTimed(Algorithm algorithm, ElementType type, const DeviceGroup& group,
-                        const Buffer& buffer, uint32_t segments, LaunchShape shape,
-                        cudaStream_t stream) {
-  if (algorithm != Algorithm::kPermute) {
-    return Launch(algorithm, type, group, buffer, segments, shape, stream);
+cudaError_t LaunchTimed(const DeviceOperation& operation, const DeviceGroup& group,
+                        const Links& links, const Buffer& buffer, cudaStream_t stream) {
+  if (operation.algorithm == Algorithm::kPermute) {
+    Permutes call;
+    call.Append(buffer, (group.rank + group.size - 1) % group.size, (group.rank + 1) % group.size);
+    return Launch(operation, group, call, stream);
   }
-  Permutes call;
-  call.Append(buffer, (group.rank + group.size - 1) % group.size, (group.rank + 1) % group.size);
-  return LaunchPermute(type, group, call, 0, shape, stream);
+  Buffers call;
+  call.Append(buffer);
+  return operation.algorithm == Algorithm::kHybridCubeMesh
+             ? Launch(operation, group, LinkedBuffers{call, links}, stream)
+             : Launch(operation, group, call, stream);
 }
 
 }  // namespace
 
-GraphTiming TimeInGraph(int device, const DeviceGroup& group, Algorithm algorithm, ElementType type,
-                        uint32_t segments, LaunchShape shape, const std::string& input, int calls,
+GraphTiming TimeInGraph(int device, const DeviceGroup& group, const Links& links,
+                        const DeviceOperation& operation, const std::string& input, int calls,
                         int repetitions) {
+  const auto& [algorithm, type, segments, shape] = operation;
   const CurrentDevice current(device);
   const size_t bytes = input.size() / InputShards(algorithm, group.size);
   if (bytes == 0 || !CanCut(algorithm, segments) ||
@@ -58,8 +62,7 @@ GraphTiming TimeInGraph(int device, const DeviceGroup& group, Algorithm algorith
   ThrowIfError(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal), "capturing");
   cudaError_t error = cudaSuccess;
   for (int call = 0; call < calls && error == cudaSuccess; ++call) {
-    error = LaunchTimed(algorithm, type, group, Buffer{in.get(), out.get(), bytes}, segments, shape,
-                        stream);
+    error = LaunchTimed(operation, group, links, {in.get(), out.get(), bytes}, stream);
   }
   const cudaError_t end_error = cudaStreamEndCapture(stream, &graph);
   const Owned<CUgraph_st> owned_graph(end_error == cudaSuccess ? graph : nullptr);

@@ -14,11 +14,11 @@ struct GraphTiming {
   std::string output;                // of the last call
 };
 
-// Launches a graph of `calls` operations `repetitions` times. Must be called for all devices of the
-// group at the same time, while nothing else uses the group. Errors are thrown as
-// std::runtime_error; the other devices wait for a failed one until their deadline.
-GraphTiming TimeInGraph(int device, const DeviceGroup& group, Algorithm algorithm, ElementType type,
-                        uint32_t segments, LaunchShape shape, const std::string& input, int calls,
+// Launches a graph of `calls` operations `repetitions` times. `links` as in ffi/operands.h. Must be
+// called for all devices of the group at the same time, while nothing else uses the group. Errors
+// are thrown as std::runtime_error; the other devices wait for a failed one until their deadline.
+GraphTiming TimeInGraph(int device, const DeviceGroup& group, const Links& links,
+                        const DeviceOperation& operation, const std::string& input, int calls,
                         int repetitions);
 
 }  // namespace jax_intranode

@@ -27,40 +27,27 @@ struct DeviceSite : CollectiveSite<DeviceCommunicator> {
     number = CallSites::Get().Number(text);
     return ffi::Error::Success();
   }
-  LaunchShape shape() const { return {blocks, threads}; }
 };
 
-cudaError_t LaunchOne(const DeviceSite& site, ElementType type, const DeviceGroup& group,
-                      const Buffers& buffers, cudaStream_t stream) {
-  return buffers.count == 1
-             ? Launch(site.algorithm, type, group, buffers.buffer[0], site.segments, site.shape(),
-                      stream)
-             : Launch(site.algorithm, type, group, buffers, site.segments, site.shape(), stream);
-}
-cudaError_t LaunchOne(const DeviceSite& site, ElementType type, const DeviceGroup& group,
-                      const Permutes& call, cudaStream_t stream) {
-  return LaunchPermute(type, group, call, site.permutations, site.shape(), stream);
-}
-cudaError_t LaunchOne(const DeviceSite& site, ElementType type, const DeviceGroup& group,
-                      const NormCall& call, cudaStream_t stream) {
-  return LaunchNorm(type, group, call, site.shape(), stream);
-}
-
 // The operations of one call follow each other on the stream.
-ffi::Error LaunchAll(cudaStream_t stream, int32_t device, const DeviceSite& site, DeviceGroup group,
-                     ffi::RemainingArgs xs, ffi::RemainingRets ys) {
+ffi::Error LaunchAll(cudaStream_t stream, int32_t device, const DeviceSite& site,
+                     const DeviceCommunicator::Member& member, ffi::RemainingArgs xs,
+                     ffi::RemainingRets ys) {
+  DeviceGroup group = member.group;
   group.site = site.number;
   return ForEachOperation(
-      site, group.size, group.rank, group.epoch_buffer_bytes, xs, ys,
+      site, group.size, group.rank, group.epoch_buffer_bytes, member.links, xs, ys,
       [&]<class Call>(ElementType type, const Call& call) {
+        const LaunchShape shape{site.blocks, site.threads};
         if constexpr (std::is_same_v<Call, NormCall>) {
-          if (!NormFits(type, call, site.shape())) {
+          if (!NormFits(type, call, shape)) {
             return ffi::Error::InvalidArgument("jax_intranode: " + std::to_string(site.threads) +
                                                " threads can't normalize rows of " +
                                                std::to_string(call.hidden) + " elements.");
           }
         }
-        const cudaError_t status = LaunchOne(site, type, group, call, stream);
+        const cudaError_t status = Launch(
+            {site.algorithm, type, site.segments, shape, site.permutations}, group, call, stream);
         if (status == cudaSuccess) return ffi::Error::Success();
         return ffi::Error::Internal(
             std::string("jax_intranode: launching ") + OperationName(site.algorithm) +
@@ -76,7 +63,7 @@ ffi::Error Execute(cudaStream_t stream, int32_t device, DeviceSite* site, ffi::R
   device_handler_calls.fetch_add(1, std::memory_order_relaxed);
   ffi::Error error = CheckUsable(communicator, device);
   if (error.success()) {
-    error = LaunchAll(stream, device, *site, communicator.members.at(device).group, xs, ys);
+    error = LaunchAll(stream, device, *site, communicator.members.at(device), xs, ys);
   }
   return Launched(communicator, device, stream, std::move(error));
 }

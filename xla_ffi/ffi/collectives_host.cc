@@ -62,12 +62,13 @@ ffi::Future Execute(int32_t device, HostSite* site, ffi::RemainingArgs xs, ffi::
                                            std::to_string(device) +
                                            ", which is in none of its groups."));
   }
-  HostGroup& group = *member->second.group;
+  const auto& [group_of_rank, rank, links] = member->second;
+  HostGroup& group = *group_of_rank;
   std::shared_ptr<Ticket> last;
   ffi::Error error = ForEachOperation(
-      *site, group.size(), member->second.rank, group.epoch_buffer_bytes(), xs, ys,
-      [&](ElementType type, const auto& call) {
-        last = group.Arrive(member->second.rank, site->identity,
+      *site, group.size(), rank, group.epoch_buffer_bytes(), links, xs, ys,
+      [&, rank = rank](ElementType type, const auto& call) {
+        last = group.Arrive(rank, site->identity,
                             {site->algorithm, type, site->segments, site->name}, call);
         return ffi::Error::Success();
       });

@@ -54,14 +54,12 @@ void CreateDeviceCommunicator(const Partition& partition, const std::vector<Grou
   communicator->memory = std::move(memory);
   for (const GroupMember& member : members) {
     DeviceGroup group{GroupOf(member, partition.size, epoch_buffer_bytes)};
-    if (!links.empty()) {
-      group.links = LinksOf(links, member.group, partition.size).at(member.rank);
-    }
-    group.KeepLinked();
+    const Links of_rank = LinksOf(links, member, partition.size);
+    if (!links.empty()) group = WithoutUnlinked(group, of_rank);
     group.timeout_ns = static_cast<uint64_t>(timeout_s * 1e9);
     group.failure = new (reinterpret_cast<void*>(member.record)) FailureRecord{};
     communicator->members[static_cast<int32_t>(member.device)] = {
-        group, DeviceIdsOf(partition, member.group)};
+        group, DeviceIdsOf(partition, member.group), of_rank};
     ClosingStreamOf(static_cast<int>(member.device));
   }
   CudaPlatform::Get().AddNew(

@@ -26,6 +26,7 @@ struct DeviceCommunicator {
   struct Member {
     DeviceGroup group;
     std::vector<int64_t> device_ids;       // of the group
+    Links links{};                         // in a hybrid cube mesh
     std::optional<MatmulMember> matmul{};  // if it has rings
     // Why calls of the group can't run: for good, or because a peer has left. `mutex` guards them.
     std::string failed{}, left{};

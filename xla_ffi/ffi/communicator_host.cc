@@ -19,15 +19,16 @@ void CreateHostCommunicator(const Partition& partition, const std::vector<GroupM
   communicator->is_cube_mesh = !links.empty();
   std::map<int64_t, std::shared_ptr<HostGroup>> groups;
   for (const GroupMember& member : members) {
+    const Links of_rank = LinksOf(links, member, partition.size);
     auto& group = groups[member.group];
     if (!group) {
       std::vector<int>& ranks = local_ranks[member.group];
       std::sort(ranks.begin(), ranks.end());
-      group = std::make_shared<HostGroup>(GroupOf(member, partition.size, epoch_buffer_bytes),
-                                          ranks, DeviceIdsOf(partition, member.group), timeout,
-                                          memory, LinksOf(links, member.group, partition.size));
+      group =
+          std::make_shared<HostGroup>(GroupOf(member, partition.size, epoch_buffer_bytes), ranks,
+                                      DeviceIdsOf(partition, member.group), timeout, memory);
     }
-    communicator->members[member.device] = {group, member.rank};
+    communicator->members[member.device] = {group, member.rank, of_rank};
   }
   HostPlatform::Get().Add(partition, std::move(communicator));
 }

@@ -16,6 +16,7 @@ struct HostCommunicator {
   struct Member {
     std::shared_ptr<HostGroup> group;
     int rank;
+    Links links;  // in a hybrid cube mesh
   };
   std::map<int64_t, Member> members;  // by global device id
   bool is_cube_mesh = false;          // whether the groups are hybrid cube meshes

@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "../kernels/group.h"
+#include "../kernels/hybrid_cube_mesh.h"
 #include "registry.h"
 
 namespace jax_intranode {
@@ -58,7 +59,7 @@ inline bool IsCubeMesh(const std::vector<Links>& links) {
   for (int r = 0; r < n; ++r) {
     const auto [peers, relay] = links[r];
     if (relay < 0 || relay >= n || relay == r || peers >> n != 0) return false;
-    if ((peers >> relay & 1) == 0 || (peers >> r & 1) != 0) return false;
+    if (!links[r].Has(relay) || links[r].Has(r)) return false;
     if (std::popcount(peers) != n / 2 || links[relay].relay != r) return false;
   }
   const auto quad = [&](int r) { return (links[r].peers & ~(1u << links[r].relay)) | 1u << r; };
@@ -71,18 +72,18 @@ inline bool IsCubeMesh(const std::vector<Links>& links) {
   return true;
 }
 
-// The links of each rank of a group; none if all its ranks are linked to each other.
-inline std::vector<Links> LinksOf(const std::vector<LinksOfGroup>& of_groups, int64_t group,
-                                  int64_t size) {
+// The links of a rank; none if all ranks of its group are linked to each other.
+inline Links LinksOf(const std::vector<LinksOfGroup>& of_groups, const GroupMember& member,
+                     int64_t size) {
+  if (of_groups.empty()) return {};
   std::vector<Links> links;
-  if (of_groups.empty()) return links;
-  for (const auto& [peers, relay] : of_groups.at(group)) links.push_back({peers, relay});
+  for (const auto& [peers, relay] : of_groups.at(member.group)) links.push_back({peers, relay});
   // GPUs have kernels for 8 ranks only.
   if (links.size() != static_cast<size_t>(size) || size != kMaxRanks || !IsCubeMesh(links)) {
-    throw std::invalid_argument("jax_intranode: the links of group " + std::to_string(group) +
-                                " are no hybrid cube mesh");
+    throw std::invalid_argument("jax_intranode: the links of group " +
+                                std::to_string(member.group) + " are no hybrid cube mesh");
   }
-  return links;
+  return links[member.rank];
 }
 
 }  // namespace jax_intranode

@@ -11,6 +11,7 @@
 
 #include "../kernels/algorithms.h"
 #include "../kernels/buffers.h"
+#include "../kernels/hybrid_cube_mesh.h"
 #include "../kernels/norm.h"
 #include "../kernels/permute.h"
 #include "xla/ffi/api/ffi.h"
@@ -241,10 +242,12 @@ inline ffi::Error CollectPermutes(const std::vector<int>& sources, int size, int
 }
 
 // Calls `run(type, call)` for each operation of a site's call on a rank, one after another; `call`
-// is Buffers, Permutes or a NormCall. Stops at the first error.
+// is Buffers, LinkedBuffers, Permutes or a NormCall. `links`: those of the rank in a hybrid cube
+// mesh. Stops at the first error.
 template <class Site, class Run>
 ffi::Error ForEachOperation(const Site& site, int size, int rank, size_t epoch_buffer_bytes,
-                            ffi::RemainingArgs xs, ffi::RemainingRets ys, Run run) {
+                            const Links& links, ffi::RemainingArgs xs, ffi::RemainingRets ys,
+                            Run run) {
   Operands operands;
   if (ffi::Error error = operands.Read(xs, ys); error.failure()) return error;
   ElementType type;
@@ -252,9 +255,10 @@ ffi::Error ForEachOperation(const Site& site, int size, int rank, size_t epoch_b
     Buffers buffers;
     ffi::Error error = CollectBuffers(site.algorithm, site.segments, size, epoch_buffer_bytes,
                                       operands, &type, &buffers);
-    if (error.failure() || site.algorithm != Algorithm::kPermute) {
-      return error.failure() ? std::move(error) : run(type, buffers);
-    }
+    if (error.failure()) return error;
+    if (site.algorithm == Algorithm::kHybridCubeMesh)
+      return run(type, LinkedBuffers{buffers, links});
+    if (site.algorithm != Algorithm::kPermute) return run(type, buffers);
     Permutes permutes;
     error = CollectPermutes(site.sources, size, rank, buffers, &permutes);
     return error.failure() ? std::move(error) : run(type, permutes);

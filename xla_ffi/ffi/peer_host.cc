@@ -40,7 +40,7 @@ const char* Find(const void* xla, void* context, int32_t device, void** call, v1
 void Run(void* call, int32_t device, void (*body)(void*, v1::HostWait*),
          void (*done)(void*, const char*), void* context) {
   const auto* site = static_cast<HostPeerSite*>(call);
-  const auto& [group, rank] = site->buffer->communicator->members.at(device);
+  const auto& [group, rank, links] = site->buffer->communicator->members.at(device);
   // The body keeps the memory, should the program go while it runs.
   auto run = [body, context, memory = site->buffer](v1::HostWait* wait) { body(context, wait); };
   const std::shared_ptr<Ticket> ticket =

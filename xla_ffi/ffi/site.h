@@ -95,10 +95,10 @@ inline bool ArePermutations(const std::vector<int>& sources, int size) {
 template <class Communicator>
 struct CollectiveSite : Site<Communicator> {
   uint32_t segments;
-  int blocks, threads;       // on GPUs
-  float eps, weight_offset;  // of a norm
-  std::vector<int> sources;  // of a permute: for each member, the source of each rank, or -1
-  uint64_t permutations;     // a hash of them
+  int blocks, threads;        // on GPUs
+  float eps, weight_offset;   // of a norm
+  std::vector<int> sources;   // of a permute: for each member, the source of each rank, or -1
+  uint64_t permutations = 0;  // a hash of them
 
   ffi::Error Read(ffi::Dictionary all) {
     Attributes attributes(all);
@@ -111,7 +111,6 @@ struct CollectiveSite : Site<Communicator> {
     if (ffi::Error error = Site<Communicator>::Read(&attributes); error.failure()) return error;
     if (this->algorithm == Algorithm::kPermute) {
       sources.assign(of_ranks.begin(), of_ranks.end());
-      permutations = 0;
       for (const int source : sources) permutations = FnvStep(permutations, source + 2);
       const int size = static_cast<int>(this->partition.size);
       if (!ArePermutations(sources, size)) {

@@ -4,10 +4,8 @@
 #include <type_traits>
 #include <utility>
 
-#include "../kernels/hybrid_cube_mesh.h"
 #include "../kernels/norm_protocol.h"
 #include "../kernels/one_hop.h"
-#include "../kernels/permute.h"
 #include "../kernels/segments.h"
 #include "../kernels/two_shot.h"
 
@@ -86,11 +84,7 @@ bool RunCall(Algorithm algorithm, ElementType type, ResumableThread& t, const Gr
       break;
   }
   if constexpr (!kIsUnsigned<Type>) {  // sums take the signed type
-    if (IsAllReduce(algorithm)) {
-      return algorithm == Algorithm::kHybridCubeMesh
-                 ? RunSteps<HybridCubeMesh<Type, 0>>(t, g, c, epoch, step)
-                 : RunAllReduce<Type>(algorithm, t, g, c, epoch, step);
-    }
+    if (IsAllReduce(algorithm)) return RunAllReduce<Type>(algorithm, t, g, c, epoch, step);
     // CollectBuffers (ffi/operands.h) allows only one buffer for these three.
     if constexpr (std::is_same_v<C, Buffer>) {
       switch (algorithm) {
@@ -108,16 +102,30 @@ bool RunCall(Algorithm algorithm, ElementType type, ResumableThread& t, const Gr
   return t.EndWithoutBody(algorithm, type);  // matmuls run only on GPUs
 }
 
+// Runs a call without segments from phase `*phase` on as far as possible.
+template <class Body, class C>
+bool RunPhases(ResumableThread& t, const Group& g, const C& c, uint32_t epoch, uint32_t* phase) {
+  for (; *phase < Body::kPhases; ++*phase) {
+    if (!Body::RunPhase(*phase, t, g, c, epoch)) return false;
+  }
+  return true;
+}
+
+template <class Type>
+bool RunCall(Algorithm algorithm, ElementType type, ResumableThread& t, const Group& g,
+             const LinkedBuffers& c, uint32_t epoch, uint32_t* phase) {
+  if constexpr (!kIsUnsigned<Type>) {
+    return RunPhases<HybridCubeMesh<Type, 0>>(t, WithoutUnlinked(g, c.links), c, epoch, phase);
+  }
+  return t.EndWithoutBody(algorithm, type);
+}
+
 // The element types of a norm are fewer (HasNorm).
 template <class Type>
 bool RunCall(Algorithm algorithm, ElementType type, ResumableThread& t, const Group& g,
              const NormCall& c, uint32_t epoch, uint32_t* phase) {
   if constexpr (Type::Packets::kBytes == sizeof(Pack)) {
-    using Body = Norm<Type, 0, false>;
-    for (; *phase < Body::kPhases; ++*phase) {
-      if (!Body::RunPhase(*phase, t, g, c, epoch)) return false;
-    }
-    return true;
+    return RunPhases<Norm<Type, 0, false>>(t, g, c, epoch, phase);
   }
   return t.EndWithoutBody(algorithm, type);
 }
@@ -126,16 +134,12 @@ bool RunCall(Algorithm algorithm, ElementType type, ResumableThread& t, const Gr
 template <class Type>
 bool RunCall(Algorithm, ElementType, ResumableThread& t, const Group& g, const Permutes& c,
              uint32_t epoch, uint32_t* phase) {
-  using Body = Permute<CopiedAs<Type>, 0, typename Type::Packets>;
   if (*phase == 0) {  // again where it is resumed: the number is the same
     for (int r = 0; r < g.size; ++r) {
       if (r != g.rank) TellBegun(g, r, epoch);
     }
   }
-  for (; *phase < Body::kPhases; ++*phase) {
-    if (!Body::RunPhase(*phase, t, g, c, epoch)) return false;
-  }
-  return true;
+  return RunPhases<Permute<CopiedAs<Type>, 0, typename Type::Packets>>(t, g, c, epoch, phase);
 }
 
 template <class C>
@@ -151,6 +155,32 @@ bool RunCall(ElementType type, Algorithm algorithm, ResumableThread& t, const Gr
   return t.EndWithoutBody(algorithm, type);
 }
 
+// Bytes of the elements of a call.
+uint64_t BytesOf(const Buffer& c, ElementType) { return c.bytes; }
+uint64_t BytesOf(const NormCall& c, ElementType type) {
+  return uint64_t{c.rows} * c.hidden * ItemBytes(type);
+}
+template <class Many>
+uint64_t BytesOf(const Many& c, ElementType) {
+  uint64_t bytes = 0;
+  for (int b = 0; b < c.count; ++b) bytes += c.buffer[b].bytes;
+  return bytes;
+}
+
+// Calls `with` with what a ResumableCall holds.
+template <class Operands, class With>
+auto WithCall(const Operands& operands, const With& with) {
+  return std::visit(
+      [&]<class Held>(const Held& held) {
+        if constexpr (std::is_same_v<Held, Buffer>) {
+          return with(held);
+        } else {
+          return with(*held);
+        }
+      },
+      operands);
+}
+
 }  // namespace
 
 ResumableCall::ResumableCall(const HostOperation& operation, const Buffers& buffers)
@@ -159,40 +189,23 @@ ResumableCall::ResumableCall(const HostOperation& operation, const Buffers& buff
 }
 
 uint64_t ResumableCall::Bytes(int size) const {
-  const size_t shards = InputShards(operation_.algorithm, size);
-  if (const auto* norm = std::get_if<std::unique_ptr<const NormCall>>(&operands_)) {
-    return uint64_t{(*norm)->rows} * (*norm)->hidden * ItemBytes(operation_.type) * shards;
-  }
-  uint64_t bytes = 0;
-  if (const auto* permutes = std::get_if<std::unique_ptr<const Permutes>>(&operands_)) {
-    for (int m = 0; m < (*permutes)->count; ++m) bytes += (*permutes)->buffer[m].bytes;
-    return bytes;
-  }
-  const auto* many = std::get_if<std::unique_ptr<const Buffers>>(&operands_);
-  if (many == nullptr) return std::get<Buffer>(operands_).bytes * shards;
-  for (int b = 0; b < (*many)->count; ++b) bytes += (*many)->buffer[b].bytes * shards;
-  return bytes;
+  return InputShards(operation_.algorithm, size) *
+         WithCall(operands_, [&](const auto& call) { return BytesOf(call, operation_.type); });
 }
 
 bool ResumableCall::Advance(const Group& view, uint32_t epoch, int* missing) {
   const KeepSubnormals keep_subnormals;
   ResumableThread thread{&cursor_, missing, &error_};
   const auto& [algorithm, type, segments, name] = operation_;
-  const auto run = [&](const auto& call) {
-    return RunCall(type, algorithm, thread, view, call, epoch, &step_);
-  };
-  const auto run_cut = [&]<class Call>(const Call& call) {
-    const size_t packs = SegmentPacks(algorithm, call.Packs(), view.size, segments);
-    return run(InSegments<Call>{call, packs, segments});
-  };
-  if (const auto* norm = std::get_if<std::unique_ptr<const NormCall>>(&operands_)) {
-    return run(**norm);
-  }
-  if (const auto* permutes = std::get_if<std::unique_ptr<const Permutes>>(&operands_)) {
-    return run(**permutes);
-  }
-  const auto* many = std::get_if<std::unique_ptr<const Buffers>>(&operands_);
-  return many == nullptr ? run_cut(std::get<Buffer>(operands_)) : run_cut(**many);
+  return WithCall(operands_, [&]<class Call>(const Call& call) {
+    if constexpr (std::is_same_v<Call, Buffer> || std::is_same_v<Call, Buffers>) {
+      const size_t packs = SegmentPacks(algorithm, call.Packs(), view.size, segments);
+      return RunCall(type, algorithm, thread, view, InSegments<Call>{call, packs, segments}, epoch,
+                     &step_);
+    } else {
+      return RunCall(type, algorithm, thread, view, call, epoch, &step_);
+    }
+  });
 }
 
 }  // namespace jax_intranode

@@ -11,6 +11,7 @@
 #include "../kernels/algorithms.h"
 #include "../kernels/buffers.h"
 #include "../kernels/group.h"
+#include "../kernels/hybrid_cube_mesh.h"
 #include "../kernels/norm.h"
 #include "../kernels/permute.h"
 
@@ -30,10 +31,9 @@ class ResumableCall {
  public:
   ResumableCall() = default;
   ResumableCall(const HostOperation& operation, const Buffers& buffers);
-  ResumableCall(const HostOperation& operation, const NormCall& norm)
-      : operation_(operation), operands_(std::make_unique<const NormCall>(norm)) {}
-  ResumableCall(const HostOperation& operation, const Permutes& permutes)
-      : operation_(operation), operands_(std::make_unique<const Permutes>(permutes)) {}
+  template <class Call>  // LinkedBuffers, Permutes or NormCall
+  ResumableCall(const HostOperation& operation, const Call& call)
+      : operation_(operation), operands_(std::make_unique<const Call>(call)) {}
 
   // Bytes of the rank's operands in a group of `size` ranks.
   uint64_t Bytes(int size) const;
@@ -47,10 +47,11 @@ class ResumableCall {
   const std::string& error() const { return error_; }
 
  private:
+  template <class... Calls>
+  using OneOf = std::variant<Buffer, std::unique_ptr<const Calls>...>;
+
   HostOperation operation_{};
-  std::variant<Buffer, std::unique_ptr<const Buffers>, std::unique_ptr<const NormCall>,
-               std::unique_ptr<const Permutes>>
-      operands_;
+  OneOf<Buffers, LinkedBuffers, NormCall, Permutes> operands_;
   uint32_t step_ = 0;  // of the operation (segments.h)
   size_t cursor_ = 0;  // in the step
   std::string error_;

@@ -13,7 +13,7 @@ std::atomic<uint64_t> host_operations{0};
 
 HostGroup::HostGroup(const Group& group, std::vector<int> local_ranks,
                      std::vector<int64_t> device_ids, std::chrono::nanoseconds timeout,
-                     std::shared_ptr<void> keep_alive, const std::vector<Links>& links)
+                     std::shared_ptr<void> keep_alive)
     : group_(group),
       local_ranks_(std::move(local_ranks)),
       device_ids_(std::move(device_ids)),
@@ -25,8 +25,6 @@ HostGroup::HostGroup(const Group& group, std::vector<int> local_ranks,
   for (int rank = 0; rank < group_.size; ++rank) {
     Group view = group_;
     view.rank = rank;
-    if (!links.empty()) view.links = links.at(rank);
-    view.KeepLinked();
     views_.push_back(view);
   }
   logged_ = sequence_ = epoch_ = Load(&own.Header()->epoch[0]);

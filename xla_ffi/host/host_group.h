@@ -57,18 +57,15 @@ class HostGroup : public std::enable_shared_from_this<HostGroup> {
   using Operation = HostOperation;
 
   // `group.region` holds every rank's region; `group.rank` is ignored. `local_ranks` are the ranks
-  // of this process. `device_ids` name the ranks in messages. `keep_alive` owns the memory.
-  // `links` are those of each rank of a hybrid cube mesh; none if all ranks are linked. Data travel
-  // along them only; the log and the notes are in memory that all processes have anyway. The
+  // of this process. `device_ids` name the ranks in messages. `keep_alive` owns the memory. The
   // first operation has the epoch in the headers, which must be the same in all of them: 0 in a new
   // slab.
   HostGroup(const Group& group, std::vector<int> local_ranks, std::vector<int64_t> device_ids,
-            std::chrono::nanoseconds timeout, std::shared_ptr<void> keep_alive,
-            const std::vector<Links>& links = {});
+            std::chrono::nanoseconds timeout, std::shared_ptr<void> keep_alive);
 
   // Rank `rank` arrives at call site `site`. The memory that the buffers point to must stay valid
   // until the ticket is complete.
-  template <class Call>  // Buffers, Permutes or NormCall
+  template <class Call>  // those that a ResumableCall takes
   std::shared_ptr<Ticket> Arrive(int rank, uint64_t site, const Operation& operation,
                                  const Call& call) {
     return Arrive(rank, site, operation, Member{.call = ResumableCall(operation, call)});
@@ -145,7 +142,7 @@ class HostGroup : public std::enable_shared_from_this<HostGroup> {
   static void CompleteAll(const Tickets& tickets);
 
   const Group group_;
-  std::vector<Group> views_;  // each rank's: its number, its links, and the regions they lead to
+  std::vector<Group> views_;  // each rank's: its number
   const std::vector<int> local_ranks_;
   const std::vector<int64_t> device_ids_;
   const std::chrono::nanoseconds timeout_;

@@ -4,8 +4,8 @@
 //
 //   header           the rank's own state: its epoch, its busy words, whether it is closed. Other
 //                    ranks' kernels write only what they run (same_operation.h). Its second 32 KiB
-//                    hold a log on the CPU
-//                    (host/host_group.h) and words that peers set on GPUs (cuda/signals.h).
+//                    hold a log on the CPU (host/host_group.h) and words that peers set on GPUs
+//                    (cuda/signals.h).
 //   epoch buffer 0   packets of operations with an even epoch
 //   epoch buffer 1   packets of operations with an odd epoch
 //
@@ -18,10 +18,10 @@
 //   Why operation e + 2 can't collide with operation e, which used the same epoch buffer of rank p:
 //   rank r writes packets of e + 2 after its own operation e + 1 ended, so after it had received a
 //   packet of e + 1 from p (every operation sends at least one packet from every rank to every
-//   rank that it is linked to; r writes to no other ones). p sent that packet after its operation e
-//   had ended, when it had read and armed all that it received. The end of a kernel makes p's
-//   arming visible before the next kernel's packets; nothing else needs an order. One epoch buffer
-//   would not do: r may be in e + 1 while p still polls for packets of e.
+//   other one). p sent that packet after its operation e had ended, when it had read and armed all
+//   that it received. The end of a kernel makes p's arming visible before the next kernel's
+//   packets; nothing else needs an order. One epoch buffer would not do: r may be in e + 1 while p
+//   still polls for packets of e.
 //
 //   An operation may take several epochs, for the segments of its message. Then fences take the
 //   place of a kernel's end (segments.h). Everywhere else "operation" means one of one epoch.
@@ -68,27 +68,12 @@ struct RegionHeader {
 };
 static_assert(sizeof(RegionHeader) <= kHeaderBytes / 2);
 
-// What a rank is linked to. All ranks of a group are linked to each other, unless the group is a
-// hybrid cube mesh (hybrid_cube_mesh.h), which runs no other kind of operation.
-struct Links {
-  uint32_t peers = ~uint32_t{0};  // bit r: rank r
-  int relay = -1;                 // of a hybrid cube mesh: the one in the other quad
-};
-
 struct Group {
   char* region[kMaxRanks];  // each rank's region, as this rank addresses it; [rank] is its own
   size_t epoch_buffer_bytes;
   int rank;
   int size;
-  Links links;
 
-  JIN_HOST_FN bool IsLinkedTo(int r) const { return (links.peers >> r & 1) != 0; }
-  // Forgets the regions of ranks that this one has no link to. Host only.
-  void KeepLinked() {
-    for (int r = 0; r < size; ++r) {
-      if (r != rank && !IsLinkedTo(r)) region[r] = nullptr;
-    }
-  }
   JIN_FN RegionHeader* Header() const { return reinterpret_cast<RegionHeader*>(region[rank]); }
   JIN_FN char* EpochBuffer(int of_rank, uint32_t epoch) const {
     return region[of_rank] + kHeaderBytes + (epoch & 1) * epoch_buffer_bytes;

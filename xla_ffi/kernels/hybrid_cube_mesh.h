@@ -13,14 +13,17 @@
 // ranks add the same two sums in the same order, and have the same bits. The order differs from
 // that of other algorithms, and so may the last bits.
 //
-// Safety: group.h, with "every rank that it is linked to" for "every rank". Every operation sends
-// at least one packet along each link, in both directions: inputs between mates, a sum between
-// relays. So no other kind of operation may run on such a group. The argument for ranks r and p
-// takes only what they send each other, so ranks without a link need none: they never write to each
-// other. What the mates sent is read twice, by Exchange and by Finish, and armed by Finish. Threads
-// of the same index handle pack i in all phases and on all ranks. So a block waits only for blocks
-// of the same number, and `in` may be `out`: a thread overwrites only packs that it alone reads,
-// after it has read them for the last time.
+// Safety: group.h, with "every rank that it is linked to" for "every other one". Every operation
+// sends at least one packet along each link, in both directions: inputs between mates, a sum
+// between relays. So no other kind of operation may run on such a group. The argument for ranks r
+// and p takes only what they send each other, so ranks without a link need none: they never write
+// to each other. What the mates sent is read twice, by Exchange and by Finish, and armed by Finish.
+// Threads of the same index handle pack i in all phases and on all ranks. So a block waits only for
+// blocks of the same number, and `in` may be `out`: a thread overwrites only packs that it alone
+// reads, after it has read them for the last time.
+//
+// The check of same_operation.h reaches only the ranks that a rank is linked to. Those find another
+// operation; the others may end theirs with what passed on the way, before the failure is told.
 //
 // It follows the algorithm of PyTorch's first IntraNodeComm, whose sum differed between ranks.
 //
@@ -33,6 +36,30 @@
 #include "types.h"
 
 namespace jax_intranode {
+
+// What a rank is linked to.
+struct Links {
+  uint32_t peers = 0;  // bit r: rank r
+  int relay = -1;
+
+  JIN_HOST_FN bool Has(int r) const { return (peers >> r & 1) != 0; }
+};
+
+// The buffers of a call (buffers.h), which travel along a rank's links.
+template <class C>
+struct Linked : C {
+  Links links;
+};
+using LinkedBuffers = Linked<Buffers>;
+
+// The group without the regions of ranks that this one has no link to. Host only.
+template <class G>
+G WithoutUnlinked(G group, const Links& links) {
+  for (int r = 0; r < group.size; ++r) {
+    if (r != group.rank && !links.Has(r)) group.region[r] = nullptr;
+  }
+  return group;
+}
 
 // The type whose packs hold what another one accumulates.
 template <class Type>
@@ -66,10 +93,10 @@ struct HybridCubeMesh {
     bool first;     // whether rank 0 is in it
 
     template <class G>
-    JIN_FN explicit Quad(const G& g) : first(g.rank == 0 || IsMate(g, 0)) {
+    JIN_FN Quad(const G& g, const Links& links) : first(g.rank == 0 || IsMate(links, 0)) {
       JIN_UNROLL
       for (int r = 0; r < Ranks<N>::kSlots; ++r) {
-        if (!Ranks<N>::Has(r, g.size) || !(r == g.rank || IsMate(g, r))) continue;
+        if (!Ranks<N>::Has(r, g.size) || !(r == g.rank || IsMate(links, r))) continue;
         if (r == g.rank) place = count;
         JIN_UNROLL
         for (int q = 0; q < kMostMates; ++q) {
@@ -78,16 +105,15 @@ struct HybridCubeMesh {
         ++count;
       }
     }
-    template <class G>
-    JIN_FN static bool IsMate(const G& g, int r) {
-      return g.IsLinkedTo(r) && r != g.links.relay;
+    JIN_FN static bool IsMate(const Links& links, int r) {
+      return links.Has(r) && r != links.relay;
     }
     JIN_FN bool HasMate(int q) const { return q < count && q != place; }
   };
 
   template <class Thread, class G, class C>
   JIN_FN static bool Push(Thread& t, const G& g, const C& c, uint32_t epoch) {
-    const Quad quad(g);
+    const Quad quad(g, c.links);
     const size_t packs = c.Packs(), slot_bytes = packs * Packets::kBytes;
     for (size_t i = t.First(); i < packs; i += t.Stride()) {
       const Pack p = Type::Sendable(c.Load(i));
@@ -104,10 +130,10 @@ struct HybridCubeMesh {
 
   template <class Thread, class G, class C>
   JIN_FN static bool Exchange(Thread& t, const G& g, const C& c, uint32_t epoch) {
-    const Quad quad(g);
+    const Quad quad(g, c.links);
     const size_t packs = c.Packs(), slot_bytes = packs * Packets::kBytes;
     char* const slots = g.EpochBuffer(g.rank, epoch);
-    char* const there = g.EpochBuffer(g.links.relay, epoch) + quad.count * slot_bytes;
+    char* const there = g.EpochBuffer(c.links.relay, epoch) + quad.count * slot_bytes;
     for (size_t i = t.First(); i < packs; i += t.Stride()) {
       Pack sum[kWide];
       if (!SumOfQuad(t, g, c, quad, slots, slot_bytes, i, sum)) return false;
@@ -120,7 +146,7 @@ struct HybridCubeMesh {
 
   template <class Thread, class G, class C>
   JIN_FN static bool Finish(Thread& t, const G& g, const C& c, uint32_t epoch) {
-    const Quad quad(g);
+    const Quad quad(g, c.links);
     const size_t packs = c.Packs(), slot_bytes = packs * Packets::kBytes;
     char* const slots = g.EpochBuffer(g.rank, epoch);
     char* const from_relay = slots + quad.count * slot_bytes;
@@ -128,7 +154,7 @@ struct HybridCubeMesh {
       Pack own[kWide], other[kWide];
       // The inputs have arrived before: Exchange has read them.
       if (!SumOfQuad(t, g, c, quad, slots, slot_bytes, i, own)) return false;
-      if (!AwaitRelay(t, g, from_relay, i, other)) return false;
+      if (!AwaitRelay(t, c.links.relay, from_relay, i, other)) return false;
       Pack total[kWide];
       JIN_UNROLL
       for (int k = 0; k < kWide; ++k) {
@@ -190,8 +216,8 @@ struct HybridCubeMesh {
     return true;
   }
 
-  template <class Thread, class G>
-  JIN_FN static bool AwaitRelay(Thread& t, const G& g, char* slot, size_t i, Pack (&sum)[kWide]) {
+  template <class Thread>
+  JIN_FN static bool AwaitRelay(Thread& t, int relay, char* slot, size_t i, Pack (&sum)[kWide]) {
     for (;;) {
       bool arrived = true;
       JIN_UNROLL
@@ -199,7 +225,7 @@ struct HybridCubeMesh {
         arrived = Packets::TryGet(slot, i * kWide + k, &sum[k]) && arrived;
       }
       if (arrived) return true;
-      if (!t.Wait(i, g.links.relay)) return false;
+      if (!t.Wait(i, relay)) return false;
     }
   }
 };

@@ -13,9 +13,6 @@
 //
 // Operations are counted for this check alone. Collective matmuls take part in it.
 //
-// On a hybrid cube mesh a rank tells only the ranks that it is linked to. Those find another
-// operation; the others may end theirs with what passed on the way, before the failure is told.
-//
 // tests/native/protocol_test.cc runs it beside the data, also with one word instead of two.
 #pragma once
 
@@ -101,14 +98,15 @@ JIN_FN void CompareOperations(Thread& t, const G& g) {
   }
 }
 
-// What a block that does nothing else runs: the whole check. At least g.size threads.
+// What a block that does nothing else runs: the whole check, with those peers whose bits are set.
+// At least g.size threads.
 template <class Thread, class G>
-JIN_FN void CheckSameOperation(Thread& t, const G& g) {
+JIN_FN void CheckSameOperation(Thread& t, const G& g, uint32_t peers = ~uint32_t{0}) {
   RegionHeader* h = g.Header();
   const uint32_t closed = Load(&h->closed), count = Load(&h->operations);
   t.Admit(0, closed);
   const int peer = t.Thread();
-  if (peer < g.size && peer != g.rank && g.IsLinkedTo(peer)) {
+  if (peer < g.size && peer != g.rank && (peers >> peer & 1) != 0) {
     TellOperation(g, peer, count);
     AwaitSameOperation(t, g, peer, count);
   }

@@ -21,6 +21,7 @@
 #include "half_packets.h"
 #include "tests/native/kernel_of.h"
 #include "totals.h"
+#include "xla_ffi/kernels/hybrid_cube_mesh.h"
 #include "xla_ffi/kernels/norm_protocol.h"
 #include "xla_ffi/kernels/segments.h"
 
@@ -272,6 +273,15 @@ class Sequence {
   template <class Type, int N, class PacketsOfType = typename Type::Packets>
   void RunKernel(ModelThread& t, const ModelGroup& g, const jin::Buffer& call, const Plan& plan) {
     using Packets = MaybeBroken<PacketsOfType>;
+    if (plan.algorithm == jin::Algorithm::kHybridCubeMesh) {
+      // What a rank has no link to, it has no address of: an access would be outside of all
+      // regions.
+      jin::Linked<jin::Buffer> linked{call, LinksOf(g.rank)};
+      const ModelGroup group = jin::WithoutUnlinked(g, linked.links);
+      if (broken.wrong_relay && ranks_ == 4 && g.rank == 0) linked.links.relay = 3;
+      jin::RunOperation<jin::HybridCubeMesh<Type, N, Packets>>(t, group, linked);
+      return;
+    }
     jin::WithKernel<Type, N, Packets>(
         plan.algorithm, [&](auto body) { RunAs<typename decltype(body)::type>(t, g, call, plan); });
   }
@@ -306,16 +316,13 @@ class Sequence {
                 static_cast<int>(jin::NormProtocol::kReduceScatter) ==
                     static_cast<int>(jin::Algorithm::kReduceScatter) + 1);
 
-  // Quads of the even and of the odd ranks; an even rank's relay is the next one. What a rank has
-  // no link to, it has no address of: an access would be outside of all regions.
-  void LinkAsMesh(ModelGroup* group) const {
-    group->links = {0, group->rank ^ 1};
+  // Quads of the even and of the odd ranks; an even rank's relay is the next one.
+  jin::Links LinksOf(int rank) const {
+    jin::Links links{0, rank ^ 1};
     for (int r = 0; r < ranks_; ++r) {
-      const bool linked = r != group->rank && (r % 2 == group->rank % 2 || r == group->links.relay);
-      if (linked) group->links.peers |= 1u << r;
-      if (!linked && r != group->rank) group->region[r] = nullptr;
+      if (r != rank && (r % 2 == rank % 2 || r == links.relay)) links.peers |= 1u << r;
     }
-    if (broken.wrong_relay && ranks_ == 4 && group->rank == 0) group->links.relay = 3;
+    return links;
   }
 
   void RunBlock(int rank, int block) {
@@ -324,7 +331,6 @@ class Sequence {
     group.epoch_buffer_bytes = epoch_buffer_bytes_;
     group.rank = rank;
     group.size = ranks_;
-    if (plans_.front().algorithm == jin::Algorithm::kHybridCubeMesh) LinkAsMesh(&group);
     for (size_t k = 0; k < plans_.size(); ++k) {
       const Plan& plan = plans_[k];
       const int late = local.late_count[machine_.current()];

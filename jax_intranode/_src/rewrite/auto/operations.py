@@ -167,8 +167,7 @@ def _reduce(operation: Any) -> Kind:
     reduction = _reduction(operation.regions[0].blocks[0])
     of = aval(operation.operands[0])
     if reduction is None or count > 1:
-        reason = reasons.NO_SUM
-        return Kind("reduce", None, labels, None, count, reason)
+        return Kind("reduce", None, labels, None, count, reasons.NO_SUM)
     reduce, collective = reduction
     reason = ""
     if of is None:

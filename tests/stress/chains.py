@@ -6,6 +6,7 @@ import math
 import os
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,6 +33,8 @@ _DATA = 4
 # On CPU devices jax.lax is faster from a few KB on.
 _FEW = {"cpu": (1 << 9, 64), "gpu": (1 << 14, 512)}
 _MANY = {"cpu": (1 << 13, 64), "gpu": (1 << 18, 2048)}
+# The same of a run of few operations, by their binary logarithm: sizes of all magnitudes.
+_LOGARITHM = {"cpu": (2, 13), "gpu": (4, 24)}
 
 
 @dataclass(frozen=True)
@@ -92,8 +95,10 @@ def layouts(seed: int, life: int, devices: int) -> list[tuple[tuple[int, ...], t
     return list(zip(shapes, orders, strict=True))
 
 
-def make(seed: int, number: int, devices: int, platform: str) -> Program:
-    """Makes the program of this number; arrays are larger on GPUs."""
+def make(
+    seed: int, number: int, devices: int, platform: str, operations: Sequence[str] = ()
+) -> Program:
+    """Makes the program of this number, of some operations or all; arrays are larger on GPUs."""
     life = number // PROGRAMS_OF_A_LIFE
     choose = Seeded(seed, 3, number)
     shape, order = choose.one_of(layouts(seed, life, devices))
@@ -101,7 +106,9 @@ def make(seed: int, number: int, devices: int, platform: str) -> Program:
     mesh: Any = jax.sharding.AbstractMesh(shape, axes)
     elements, columns = choose.one_of((_FEW, _FEW, _MANY))[platform]
     most = dict.fromkeys(calls.OPERATIONS, elements)
-    if choose.integer(1, 4) == 1:
+    if operations:
+        most = dict.fromkeys(operations, 1 << choose.integer(*_LOGARITHM[platform]))
+    elif choose.integer(1, 4) == 1:
         most |= dict.fromkeys(calls.MATMULS * 2, columns)
     check_vma = choose.integer(1, 5) < 3
     # Under check_vma JAX inserts sums, and so other transposes.
@@ -130,13 +137,20 @@ def no_counts() -> dict[str, Any]:
     }
 
 
-def run(rank: Rank, seed: int, seconds: float, program: int | None = None) -> dict[str, Any]:
+def run(
+    rank: Rank,
+    seed: int,
+    seconds: float,
+    program: int | None = None,
+    operations: Sequence[str] = (),
+) -> dict[str, Any]:
     """Runs programs until the time is over, and returns the counts of all ranks together.
 
     Rank 0 tells when a program begins, and all counts so far when it has ended.
 
     Args:
         program: the number of the only program to run; None to run one after the other.
+        operations: what the programs call; none for all.
     """
     rank.mesh()  # checks the platform
     jax.config.update("jax_enable_x64", True)
@@ -149,7 +163,7 @@ def run(rank: Rank, seed: int, seconds: float, program: int | None = None) -> di
         name = f"chains/{number}"
         if all_ranks.values(f"{name}/over", float(over))[0]:
             return counts
-        made = make(seed, number, rank.devices.size, rank.devices.platform)
+        made = make(seed, number, rank.devices.size, rank.devices.platform, operations)
         if number // PROGRAMS_OF_A_LIFE != life:
             life = number // PROGRAMS_OF_A_LIFE
             # All communicators end. The programs of the new life make their own.
@@ -164,11 +178,11 @@ def run(rank: Rank, seed: int, seconds: float, program: int | None = None) -> di
         except BaseException:
             sys.stderr.write(f"This failed: {made}\n")
             raise
-        operations = jax_intranode.usage_counter() - before
+        ours = jax_intranode.usage_counter() - before
         wrong = all_ranks.total(f"{name}/wrong", wrong)
         counts["programs"] += 1
         counts["runs"] += made.rounds
-        counts["operations"] += all_ranks.total(f"{name}/operations", operations)
+        counts["operations"] += all_ranks.total(f"{name}/operations", ours)
         counts["elements"] += all_ranks.total(f"{name}/elements", elements)
         counts["wrong"] += wrong
         first = int(min(all_ranks.values(f"{name}/first", first)))

@@ -19,7 +19,7 @@ import stress
 from jax_intranode._src.command_line import machine, options
 from jax_intranode._src.command_line.launcher import runs
 from jax_intranode._src.command_line.options import Failed, WrongInput
-from stress import chains
+from stress import calls, chains
 from stress.faults import cases
 
 DESCRIPTION = (
@@ -55,6 +55,8 @@ def _parser() -> argparse.ArgumentParser:
     add("--minutes", type=minutes, default=1, help="how long to run, in all (default 1)")
     add("--seed", type=int, help="makes the same programs again (default: a random one)")
     add("--program", type=int, metavar="NUMBER", help="run only the program with this number")
+    names, text = options.names_from(calls.OPERATIONS), "call only these, with arrays of all sizes"
+    add("--operations", type=names, default=[], metavar="NAME[,NAME...]", help=text)
     add("--devices", type=int, help="number of devices (default all GPUs, or 4 CPU devices)")
     options.add_platform(parser)
     options.add_mode(parser)
@@ -94,7 +96,13 @@ def run(arguments: argparse.Namespace) -> int:
     print(f"# random programs on {devices} x {platform}, --seed {seed}", flush=True)
     results = []
     for mode in modes:
-        of_mode = _Run(runs.Devices(platform, devices, mode), seed, seconds, arguments.program)
+        what = {
+            "seed": seed,
+            "seconds": seconds,
+            "program": arguments.program,
+            "operations": arguments.operations,
+        }
+        of_mode = _Run(runs.Devices(platform, devices, mode), what)
         results.append({"mode": mode, **of_mode.run()})
     if arguments.json is not None:
         header = {"seed": seed, "platform": platform, "devices": devices}
@@ -114,9 +122,10 @@ def _platform_and_devices(arguments: argparse.Namespace) -> tuple[str, int]:
 class _Run(runs.ProgressLine):
     """The run of one mode, and its progress."""
 
-    def __init__(self, job: runs.Devices, seed: int, seconds: float, program: int | None) -> None:
+    def __init__(self, job: runs.Devices, what: dict[str, Any]) -> None:
+        """Takes the arguments of chains.run."""
         super().__init__(sys.stderr, 0)
-        self._job, self._seed, self._seconds, self._program = job, seed, seconds, program
+        self._job, self._what, self._seconds = job, what, what["seconds"]
         self._heard: dict[str, Any] = {"begun": "no program yet", "counts": chains.no_counts()}
         self._shown = self.started
 
@@ -133,7 +142,7 @@ class _Run(runs.ProgressLine):
         try:
             runs.run_function(
                 "stress.chains:run",
-                {"seed": self._seed, "seconds": self._seconds, "program": self._program},
+                self._what,
                 self._job,
                 timeout_s=self._seconds + _SLACK_S,
                 variables=variables,
@@ -155,10 +164,12 @@ class _Run(runs.ProgressLine):
     def _again(self, program: int) -> str:
         """The command that runs a program again."""
         platform, devices, mode = self._job
-        number = self._program if self._program is not None else program
+        only, operations = self._what["program"], ",".join(self._what["operations"])
         return (
             f"  again: python tests/stress/run.py --platform {platform} --devices {devices} "
-            f"--mode {mode} --seed {self._seed} --program {number}"
+            f"--mode {mode} --seed {self._what['seed']} "
+            f"--program {program if only is None else only}"
+            + (f" --operations {operations}" if operations else "")
         )
 
     def _so_far(self) -> str:

@@ -662,6 +662,26 @@ def _halo(lib: Any, mesh: Mesh) -> Program:
     return _returning_shardings(f, (u,))
 
 
+_SWAPS = 100
+
+
+def _swaps(lib: Any, mesh: Mesh, neighbours: int, nbytes: int) -> Program:
+    """Nothing but permutes: each rank sends an array to the next one, or one to each neighbour."""
+    n = mesh.size
+    perms = [[(r, (r + step) % n) for r in range(n)] for step in (1, -1)][:neighbours]
+
+    def step(_: Any, us: Any) -> Any:
+        return tuple(lib.ppermute(u, "x", perm) for u, perm in zip(us, perms, strict=True))
+
+    def steps(*us: Any) -> Any:
+        return lax.fori_loop(0, _SWAPS, step, us)
+
+    line, specs = Mesh(mesh.devices.reshape(-1), ("x",)), (P("x"),) * neighbours
+    us = tuple(_random(line, P("x"), (n * nbytes // 2,), k) for k in range(neighbours))
+    f = jax.shard_map(steps, mesh=line, in_specs=specs, out_specs=specs)
+    return _returning_shardings(f, us)
+
+
 PROGRAMS: dict[str, Callable[[Any, Mesh], Program]] = {
     "decode_scanned": partial(_decode, loop=_scanned),
     "decode_unrolled": partial(_decode, loop=_unrolled),
@@ -675,6 +695,11 @@ PROGRAMS: dict[str, Callable[[Any, Mesh], Program]] = {
     "transformer": partial(_train_step, kind="overlapped", of_platform=_LARGE_TRAIN),
     "mlp_block": _mlp_block,
     "halo": _halo,
+    **{
+        f"swaps_{neighbours}_of_{kib}k": partial(_swaps, neighbours=neighbours, nbytes=kib << 10)
+        for kib in (1, 64)
+        for neighbours in (1, 2)
+    },
     **{f"norms_{rows}": partial(_norms, rows=rows) for rows in _NORMS},
     "auto_decode": _auto_decode,
     **{

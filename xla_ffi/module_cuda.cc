@@ -12,6 +12,7 @@
 #include "ffi/peer_cuda.h"
 #include "ffi/platform_cuda.h"
 #include "module_common.h"
+#include "text.h"
 
 namespace jax_intranode {
 namespace {
@@ -64,15 +65,15 @@ nb::tuple TimeOnGroup(const std::vector<int64_t>& device_ids, int64_t group_size
   const Partition partition{device_ids, group_size, HasOwnRegion(algorithm)};
   const auto communicator = Registry<DeviceCommunicator>::Get().Find(partition);
   if (!communicator || !communicator->members.contains(device)) {
-    throw std::invalid_argument("jax_intranode: CUDA device " + std::to_string(device) +
-                                " is in none of the groups " + ToString(partition));
+    throw InvalidArgument("CUDA device ", device, " is in none of the groups ",
+                          ToString(partition));
   }
   if (std::string failure = communicator->closed ? kShutDown : communicator->failure(device);
       !failure.empty()) {
     throw std::runtime_error(failure);
   }
   const std::optional<ElementType> type = ElementTypeNamed(algorithm, dtype);
-  if (!type) throw std::invalid_argument("jax_intranode: " + dtype + " has no kernels");
+  if (!type) throw InvalidArgument(dtype, " has no kernels");
   const std::string input(data.c_str(), data.size());
   GraphTiming timing;
   {

@@ -48,7 +48,7 @@ DRAIN_BEFORE_FAILURE_S = 25.0
 # How long a process waits for its threads to rest where JAX has no last barrier.
 REST_S = 10.0
 # How often a process that has finished looks whether its peers have, and whether it still computes.
-# A peer waits longer for one that has finished (kPatience of xla_ffi/health/peer_table.h).
+# A peer waits longer for one that has finished (kPatience of xla_ffi/health/timeouts.h).
 LAST_LOOK_S = 0.02
 COMPUTES_LOOK_S = 0.25
 

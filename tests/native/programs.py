@@ -1,56 +1,43 @@
 """The native tests (tests/test_native.py): each program's arguments, and how it must end."""
 
-# The source of each program, and what is compiled with it.
-PROGRAMS = {
-    "protocol_test": ["tests/native/protocol_test.cc"],
-    "host_group_test": [
-        "tests/native/host_group_test.cc",
-        "xla_ffi/host/engine.cc",
-        "xla_ffi/host/host_group.cc",
-        "xla_ffi/host/host_group_report.cc",
-        "xla_ffi/host/progress.cc",
-    ],
-    "fused_order_test": ["tests/native/fused_order_test.cc"],
-    "peer_test": [
-        "tests/native/peer_test.cc",
-        "xla_ffi/host/engine.cc",
-        "xla_ffi/host/host_group.cc",
-        "xla_ffi/host/host_group_report.cc",
-        "xla_ffi/host/progress.cc",
-    ],
-    "failed_launch_test": [
-        "tests/native/failed_launch_test.cc",
-        "xla_ffi/ffi/collectives_cuda.cc",
-    ],
-    "gpu_monitor_test": [
-        "tests/native/gpu_monitor_test.cc",
-        "xla_ffi/health/monitor.cc",
-        "xla_ffi/health/peer_socket.cc",
-    ],
+from pathlib import Path
+
+_ROOT = Path(__file__).parent.parent.parent
+
+
+def _folder(name: str) -> list[str]:
+    """The C++ files of a folder of the product."""
+    return [str(path.relative_to(_ROOT)) for path in sorted(_ROOT.glob(f"xla_ffi/{name}/*.cc"))]
+
+
+# What is compiled with each program. Its own source is tests/native/NAME.cc, or that of the model.
+_WITH = {
+    "protocol_test": [],
+    "host_group_test": _folder("host"),
+    "fused_order_test": [],
+    "peer_test": _folder("host"),
+    "failed_launch_test": ["xla_ffi/ffi/collectives_cuda.cc"],
+    "gpu_monitor_test": _folder("health"),
     "handler_input_fuzz": [
-        "tests/native/handler_input_fuzz.cc",
         "xla_ffi/ffi/collectives_host.cc",
         "xla_ffi/ffi/communicator_host.cc",
-        "xla_ffi/host/engine.cc",
-        "xla_ffi/host/host_group.cc",
-        "xla_ffi/host/host_group_report.cc",
-        "xla_ffi/host/progress.cc",
+        *_folder("host"),
     ],
-    "peer_input_fuzz": ["tests/native/peer_input_fuzz.cc"],
-    "monitor_test": [
-        "tests/native/monitor_test.cc",
-        "xla_ffi/health/monitor.cc",
-        "xla_ffi/health/peer_socket.cc",
-    ],
-    "segment_test": ["tests/native/segment_test.cc", "xla_ffi/host/segment.cc"],
-    "machine_test": ["tests/native/model/machine_test.cc"],
-    "collectives_model": ["tests/native/model/collectives_model.cc"],
-    "permute_model": ["tests/native/model/permute_model.cc"],
-    "peer_model": ["tests/native/model/peer_model.cc"],
-    "log_model": ["tests/native/model/log_model.cc"],
-    "health_model": ["tests/native/model/health_model.cc"],
-    "pipeline_model": ["tests/native/model/pipeline_model.cc"],
-    "fused_model": ["tests/native/model/fused_model.cc"],
+    "peer_input_fuzz": [],
+    "monitor_test": _folder("health"),
+    "segment_test": ["xla_ffi/host/segment.cc"],
+    "machine_test": [],
+    "collectives_model": [],
+    "permute_model": [],
+    "peer_model": [],
+    "log_model": [],
+    "health_model": [],
+    "pipeline_model": [],
+    "fused_model": [],
+}
+PROGRAMS = {
+    name: [str(next(_ROOT.glob(f"tests/native/**/{name}.cc")).relative_to(_ROOT)), *sources]
+    for name, sources in _WITH.items()
 }
 
 # Those that also run under the sanitizers. These do not follow a model's jumps between stacks.

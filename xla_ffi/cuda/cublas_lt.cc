@@ -8,6 +8,7 @@
 #include <stdexcept>
 #include <string>
 
+#include "../text.h"
 #include "owned.h"
 
 namespace jax_intranode {
@@ -101,8 +102,7 @@ std::string Text(const MatmulShape& shape) {
 
 void Check(Status status, const char* what) {
   if (status != 0) {
-    throw std::runtime_error(std::string("jax_intranode: ") + what +
-                             " failed with cublasStatus_t " + std::to_string(status));
+    throw RuntimeError(what, " failed with cublasStatus_t ", status);
   }
 }
 
@@ -270,8 +270,8 @@ Matmul::Matmul(int device, const MatmulShape& shape)
   const Status status = lt->Heuristic(it.handle, it.desc, it.w, it.a, it.d, it.d, preference,
                                       kCandidates, results, &found);
   if (status != 0 || found == 0) {
-    throw std::runtime_error("jax_intranode: cuBLASLt has no algorithm for a matmul of " +
-                             Text(shape) + " (cublasStatus_t " + std::to_string(status) + ")");
+    throw RuntimeError("cuBLASLt has no algorithm for a matmul of ", Text(shape),
+                       " (cublasStatus_t ", status, ")");
   }
   const auto bytes_of = [&](int64_t stride, int64_t items) {
     return kMatmulElementBytes * ((shape.batch > 1 ? shape.batch - 1 : 0) * stride + items);

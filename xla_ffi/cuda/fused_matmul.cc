@@ -11,6 +11,7 @@
 #include <utility>
 #include <vector>
 
+#include "../text.h"
 #include "fused_kernel.h"
 #include "fused_params.h"
 #include "signals.h"
@@ -63,9 +64,8 @@ CUtensorMap Map(ElementType type, const void* at, std::vector<uint64_t> dims,
       box.data(), steps.data(), CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
       CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   if (result != CUDA_SUCCESS) {
-    throw std::runtime_error("jax_intranode: cuTensorMapEncodeTiled failed with CUresult " +
-                             std::to_string(result) + " for " + std::to_string(dims[1]) + " x " +
-                             std::to_string(dims[0]));
+    throw RuntimeError("cuTensorMapEncodeTiled failed with CUresult ", result, " for ", dims[1],
+                       " x ", dims[0]);
   }
   return map;
 }
@@ -202,10 +202,9 @@ int BlocksOf(const FusedKernel& kernel) {
     cudaFuncAttributes attributes;
     CheckLaunch(cudaFuncGetAttributes(&attributes, kernel.function));
     if (attributes.numRegs != kRegisters) {
-      throw std::runtime_error("jax_intranode: the fused matmul kernel was compiled for " +
-                               std::to_string(attributes.numRegs) +
-                               " registers a thread, but needs " + std::to_string(kRegisters) +
-                               "; compile it without a register limit");
+      throw RuntimeError("the fused matmul kernel was compiled for ", attributes.numRegs,
+                         " registers a thread, but needs ", kRegisters,
+                         "; compile it without a register limit");
     }
     CheckLaunch(cudaFuncSetAttribute(kernel.function, cudaFuncAttributeMaxDynamicSharedMemorySize,
                                      static_cast<int>(kernel.shared_bytes)));

@@ -2,6 +2,7 @@
 
 #include <stdexcept>
 
+#include "../text.h"
 #include "owned.h"
 
 namespace jax_intranode {
@@ -36,7 +37,7 @@ cudaError_t LaunchTimed(const DeviceOperation& operation, const DeviceGroup& gro
 GraphTiming TimeInGraph(int device, const DeviceGroup& group, const Links& links,
                         const DeviceOperation& operation, const std::string& input, int calls,
                         int repetitions) {
-  const auto& [algorithm, type, segments, shape] = operation;
+  const auto& [algorithm, type, segments, shape, permutations] = operation;
   const CurrentDevice current(device);
   const size_t bytes = input.size() / InputShards(algorithm, group.size);
   if (bytes == 0 || !CanCut(algorithm, segments) ||
@@ -44,10 +45,8 @@ GraphTiming TimeInGraph(int device, const DeviceGroup& group, const Links& links
           group.epoch_buffer_bytes ||
       shape.blocks < 1 || shape.blocks > kMaxBlocks || shape.threads < 32 ||
       shape.threads > kMaxThreads || shape.threads % 32 != 0 || calls < 1 || repetitions < 1) {
-    throw std::runtime_error("jax_intranode: " + std::to_string(bytes) + " bytes, " +
-                             std::to_string(segments) + " segments, " +
-                             std::to_string(shape.blocks) + " blocks of " +
-                             std::to_string(shape.threads) + " threads can't be timed");
+    throw RuntimeError(bytes, " bytes, ", segments, " segments, ", shape.blocks, " blocks of ",
+                       shape.threads, " threads can't be timed");
   }
   const size_t output_bytes = bytes * OutputShards(algorithm, group.size);
   Owned<void> in = DeviceMemory(input.size()), out = DeviceMemory(output_bytes);

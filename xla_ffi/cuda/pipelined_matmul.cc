@@ -9,6 +9,7 @@
 #include <string>
 #include <vector>
 
+#include "../text.h"
 #include "slab.h"
 
 namespace jax_intranode {
@@ -21,9 +22,8 @@ int64_t RoundUp(int64_t a, int64_t b) { return DivideUp(a, b) * b; }
 
 int64_t RowsIn(int64_t bytes, int64_t row_bytes) {
   if (bytes < row_bytes) {
-    throw std::runtime_error("jax_intranode: a row of " + std::to_string(row_bytes) +
-                             " bytes does not fit the " + std::to_string(bytes) +
-                             " bytes that a ring has for it; JAX_INTRANODE_RING_MIB sets its size");
+    throw RuntimeError("a row of ", row_bytes, " bytes does not fit the ", bytes,
+                       " bytes that a ring has for it; JAX_INTRANODE_RING_MIB sets its size");
   }
   return bytes / row_bytes;
 }

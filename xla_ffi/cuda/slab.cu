@@ -2,6 +2,7 @@
 #include <stdexcept>
 
 #include "../kernels/memory.h"
+#include "../text.h"
 #include "launch.h"
 #include "owned.h"
 #include "slab.h"
@@ -44,8 +45,8 @@ class Stream {
 void ThrowIfError(cudaError_t status, const std::string& what) {
   if (status == cudaSuccess) return;
   cudaGetLastError();  // so that no later call reports it again
-  throw std::runtime_error("jax_intranode: " + what + " failed: " + cudaGetErrorName(status) +
-                           " (" + cudaGetErrorString(status) + ")");
+  throw RuntimeError(what, " failed: ", cudaGetErrorName(status), " (", cudaGetErrorString(status),
+                     ")");
 }
 
 void* DriverFunction(const char* name) {
@@ -58,7 +59,7 @@ void* DriverFunction(const char* name) {
   ThrowIfError(cudaGetDriverEntryPoint(name, &function, cudaEnableDefault, &result), name);
 #endif
   if (function == nullptr) {
-    throw std::runtime_error(std::string("jax_intranode: the CUDA driver has no ") + name);
+    throw RuntimeError("the CUDA driver has no ", name);
   }
   return function;
 }
@@ -92,8 +93,7 @@ std::unique_ptr<Slab> Slab::Allocate(int device, size_t bytes, bool) {
 std::unique_ptr<Slab> Slab::Open(int device, const std::string& handle, size_t) {
   cudaIpcMemHandle_t ipc;
   if (handle.size() != sizeof(ipc)) {
-    throw std::runtime_error("jax_intranode: a CUDA IPC handle has " + std::to_string(sizeof(ipc)) +
-                             " bytes, not " + std::to_string(handle.size()));
+    throw RuntimeError("a CUDA IPC handle has ", sizeof(ipc), " bytes, not ", handle.size());
   }
   memcpy(&ipc, handle.data(), sizeof(ipc));
   CurrentDevice current(device);

@@ -72,11 +72,6 @@ struct MatmulDeviceSite : Site<DeviceCommunicator> {
   }
 };
 
-ffi::Error Invalid(const MatmulDeviceSite& site, const std::string& what) {
-  return ffi::Error::InvalidArgument(std::string("jax_intranode: ") +
-                                     OperationName(site.algorithm) + ": " + what);
-}
-
 ffi::Error MatmulDeviceSite::Read(ffi::Dictionary all) {
   Attributes attributes(all);
   axis = attributes.Get<int64_t>("axis");
@@ -88,11 +83,9 @@ ffi::Error MatmulDeviceSite::Read(ffi::Dictionary all) {
   if ((!gathers() && algorithm != Algorithm::kMatmulReduceScatter) || !IsValid(algorithm, plan) ||
       (gathered && !gathers()) || wgrads < 0 || plan.wgrad != (wgrads > 0) ||
       (wgrads > 0 && (gathered || !transposed))) {
-    return ffi::Error::InvalidArgument(
-        "jax_intranode: there is not a collective matmul of algorithm " +
-        std::to_string(static_cast<int>(algorithm)) + " with transposed=" +
-        std::to_string(transposed) + ", gathered=" + std::to_string(gathered) + ", " +
-        std::to_string(wgrads) + " weight gradients and plan " + ToString(plan) + ".");
+    return Invalid("there is not a collective matmul of algorithm ", algorithm,
+                   " with transposed=", transposed, ", gathered=", gathered, ", ", wgrads,
+                   " weight gradients and plan ", ToString(plan), ".");
   }
   for (const auto& [device, member] : communicator->members) {
     if (member.matmul) continue;
@@ -129,7 +122,10 @@ class CallChecker {
   }
 
  private:
-  ffi::Error Wrong(const std::string& what) const { return Invalid(site_, what); }
+  template <class... Parts>
+  ffi::Error Wrong(const Parts&... parts) const {
+    return Invalid(OperationName(site_.algorithm), ": ", parts...);
+  }
   static int64_t Elements(const ffi::AnyBuffer& buffer) {
     return static_cast<int64_t>(buffer.element_count());
   }
@@ -148,8 +144,7 @@ class CallChecker {
     if (ws_ < 1 || (!site_.gathers() && (ws_ != xs_ || (ws_ > 1 && !fused))) ||
         (fused && ws_ > kMaxMatrices) || wgrads > (site_.gathers() ? 1 : xs_) ||
         (wgrads > 0 && products_ > 1) || out_.size() != products_ + site_.gathered + wgrads + 1) {
-      return Wrong(std::to_string(in_.size()) + " operands and " + std::to_string(out_.size()) +
-                   " results.");
+      return Wrong(in_.size(), " operands and ", out_.size(), " results.");
     }
     return ffi::Error::Success();
   }
@@ -158,8 +153,7 @@ class CallChecker {
     const ffi::AnyBuffer::Dimensions dims = in_[0].dimensions();
     const int64_t rank = dims.size();
     if (rank < 2 || site_.axis < 0 || site_.axis > rank - 2) {
-      return Wrong("axis " + std::to_string(site_.axis) + " of " + std::to_string(rank) +
-                   " dimensions.");
+      return Wrong("axis ", site_.axis, " of ", rank, " dimensions.");
     }
     type_ = in_[0].element_type();
     if (type_ != ffi::BF16 && type_ != ffi::F16) return Wrong("takes bf16 and f16.");
@@ -169,8 +163,7 @@ class CallChecker {
     for (int64_t d = 0; d < rank - 1; ++d) (d < site_.axis ? call_->outer : call_->rows) *= dims[d];
     if (!site_.gathers()) {
       if (dims[site_.axis] % size_ != 0) {
-        return Wrong(std::to_string(dims[site_.axis]) + " can't be split over " +
-                     std::to_string(size_) + " ranks.");
+        return Wrong(dims[site_.axis], " can't be split over ", size_, " ranks.");
       }
       call_->rows /= size_;
     }
@@ -184,10 +177,9 @@ class CallChecker {
       const int64_t k = dims.size() == in_[0].dimensions().size() ? dims.back() : 0;
       if (in_[i].element_type() != type_ || rows * k == 0 || k % kMatmulDimMultiple != 0 ||
           Elements(in_[i]) != rows * k) {
-        return Wrong("x[" + std::to_string(i) + "] has " + std::to_string(Elements(in_[i])) +
-                     " elements for " + std::to_string(rows) + " rows, and its last dimension is " +
-                     std::to_string(k) + "; it must be a multiple of " +
-                     std::to_string(kMatmulDimMultiple) + ".");
+        return Wrong("x[", i, "] has ", Elements(in_[i]), " elements for ", rows,
+                     " rows, and its last dimension is ", k, "; it must be a multiple of ",
+                     kMatmulDimMultiple, ".");
       }
       call_->xs.push_back(in_[i].untyped_data());
       call_->ks.push_back(k);
@@ -206,9 +198,8 @@ class CallChecker {
       if (w.element_type() != type_ || product.element_type() != type_ ||
           k != call_->ks[site_.gathers() ? 0 : i] || n == 0 || n % kMatmulDimMultiple != 0 ||
           Elements(product) != rows * n) {
-        return Wrong("w[" + std::to_string(i) + "] is " + std::to_string(k) + " x " +
-                     std::to_string(n) + ", its product has " + std::to_string(Elements(product)) +
-                     " elements for " + std::to_string(rows) + " rows.");
+        return Wrong("w[", i, "] is ", k, " x ", n, ", its product has ", Elements(product),
+                     " elements for ", rows, " rows.");
       }
       call_->ws.push_back(w.untyped_data());
       if (i < products_) {
@@ -223,7 +214,7 @@ class CallChecker {
     if (!site_.gathered) return ffi::Error::Success();
     const ffi::AnyBuffer& gathered = out_[products_];
     if (gathered.element_type() != type_ || Elements(gathered) != Elements(in_[0]) * size_) {
-      return Wrong("the gathered x has " + std::to_string(Elements(gathered)) + " elements.");
+      return Wrong("the gathered x has ", Elements(gathered), " elements.");
     }
     call_->gathered = gathered.untyped_data();
     return ffi::Error::Success();
@@ -235,16 +226,15 @@ class CallChecker {
     const int64_t n = call_->ns[0], rows = Rows(true);
     if (lhs.element_type() != type_ || lhs.dimensions().size() != in_[0].dimensions().size() ||
         static_cast<int64_t>(lhs.dimensions().back()) != n || Elements(lhs) != rows * n) {
-      return Wrong("the left operand of weight gradients has " + std::to_string(Elements(lhs)) +
-                   " elements for " + std::to_string(rows) + " rows of " + std::to_string(n) + ".");
+      return Wrong("the left operand of weight gradients has ", Elements(lhs), " elements for ",
+                   rows, " rows of ", n, ".");
     }
     call_->wgrad_lhs = lhs.untyped_data();
     for (int i = 0; i < site_.wgrads; ++i) {
       const ffi::AnyBuffer& wgrad = out_[products_ + i];
       if (wgrad.element_type() != type_ || Elements(wgrad) != n * call_->ks[i]) {
-        return Wrong("weight gradient " + std::to_string(i) + " has " +
-                     std::to_string(Elements(wgrad)) + " elements; it is " + std::to_string(n) +
-                     " x " + std::to_string(call_->ks[i]) + ".");
+        return Wrong("weight gradient ", i, " has ", Elements(wgrad), " elements; it is ", n, " x ",
+                     call_->ks[i], ".");
       }
       call_->wgrads.push_back(wgrad.untyped_data());
     }
@@ -255,8 +245,7 @@ class CallChecker {
     if (site_.plan.fused()) {
       const size_t needed = FusedRingBytes(site_.algorithm, *call_, size_, site_.plan);
       if (needed > member_.data_bytes()) {
-        return Wrong("needs " + std::to_string(needed) + " bytes of a ring of " +
-                     std::to_string(member_.data_bytes()) +
+        return Wrong("needs ", needed, " bytes of a ring of ", member_.data_bytes(),
                      "; JAX_INTRANODE_RING_MIB sets its size.");
       }
     }
@@ -264,8 +253,7 @@ class CallChecker {
     call_->scratch = scratch.untyped_data();
     const size_t needed = site_.ScratchBytes(*call_, size_);
     if (scratch.size_bytes() < needed) {
-      return Wrong("scratch of " + std::to_string(scratch.size_bytes()) + " bytes; it needs " +
-                   std::to_string(needed) + ".");
+      return Wrong("scratch of ", scratch.size_bytes(), " bytes; it needs ", needed, ".");
     }
     return ffi::Error::Success();
   }

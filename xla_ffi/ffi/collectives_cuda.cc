@@ -20,9 +20,8 @@ struct DeviceSite : CollectiveSite<DeviceCommunicator> {
     if (ffi::Error error = CollectiveSite::Read(attributes); error.failure()) return error;
     if (blocks < 1 || blocks > kMaxBlocks || threads < 32 || threads > kMaxThreads ||
         threads % 32 != 0) {
-      return ffi::Error::InvalidArgument("jax_intranode: a collective can't be launched with " +
-                                         std::to_string(blocks) + " blocks of " +
-                                         std::to_string(threads) + " threads.");
+      return Invalid("a collective can't be launched with ", blocks, " blocks of ", threads,
+                     " threads.");
     }
     number = CallSites::Get().Number(text);
     return ffi::Error::Success();
@@ -41,17 +40,15 @@ ffi::Error LaunchAll(cudaStream_t stream, int32_t device, const DeviceSite& site
         const LaunchShape shape{site.blocks, site.threads};
         if constexpr (std::is_same_v<Call, NormCall>) {
           if (!NormFits(type, call, shape)) {
-            return ffi::Error::InvalidArgument("jax_intranode: " + std::to_string(site.threads) +
-                                               " threads can't normalize rows of " +
-                                               std::to_string(call.hidden) + " elements.");
+            return Invalid(site.threads, " threads can't normalize rows of ", call.hidden,
+                           " elements.");
           }
         }
         const cudaError_t status = Launch(
             {site.algorithm, type, site.segments, shape, site.permutations}, group, call, stream);
         if (status == cudaSuccess) return ffi::Error::Success();
-        return ffi::Error::Internal(
-            std::string("jax_intranode: launching ") + OperationName(site.algorithm) +
-            " on CUDA device " + std::to_string(device) + " failed: " + cudaGetErrorString(status));
+        return Internal("launching ", OperationName(site.algorithm), " on CUDA device ", device,
+                        " failed: ", cudaGetErrorString(status));
       });
 }
 
@@ -89,8 +86,8 @@ std::atomic<uint64_t> device_handler_calls{0};
 ffi::Error CheckUsable(DeviceCommunicator& communicator, int32_t device) {
   if (communicator.closed) return ffi::Error(ffi::ErrorCode::kFailedPrecondition, kShutDown);
   if (!communicator.members.contains(device)) {
-    return ffi::Error::Internal("jax_intranode: a collective ran on CUDA device " +
-                                std::to_string(device) + ", which is in none of its groups.");
+    return Internal("a collective ran on CUDA device ", device,
+                    ", which is in none of its groups.");
   }
   if (std::string failure = communicator.Refuse(device); !failure.empty()) {
     return ffi::Error::Internal(std::move(failure));

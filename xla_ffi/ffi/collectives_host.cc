@@ -1,6 +1,5 @@
 #include "collectives_host.h"
 
-#include <chrono>
 #include <string>
 #include <thread>
 
@@ -12,10 +11,6 @@
 
 namespace jax_intranode {
 namespace {
-
-// How long a call polls for late peers before it returns a future. Continuing from a future costs
-// tens of microseconds. A polling thread yields to others.
-constexpr auto kPatience = std::chrono::microseconds(100);
 
 struct HostSite : CollectiveSite<HostCommunicator> {
   static constexpr char kName[] = "jax_intranode_host_site";
@@ -35,10 +30,10 @@ struct HostSite : CollectiveSite<HostCommunicator> {
   }
 };
 
-// Polls for a while; then the future is what the program waits for.
+// Polls for a while, and yields to other threads; then the future is what the program waits for.
 ffi::Future Finish(HostGroup& group, const std::shared_ptr<Ticket>& ticket) {
-  const auto start = std::chrono::steady_clock::now();
-  while (!ticket->Done() && std::chrono::steady_clock::now() - start < kPatience) {
+  const auto start = Clock::now();
+  while (!ticket->Done() && Clock::now() - start < kPollsFor) {
     std::this_thread::yield();
     group.Progress();
   }
@@ -58,9 +53,8 @@ ffi::Future Execute(int32_t device, HostSite* site, ffi::RemainingArgs xs, ffi::
   host_handler_calls.fetch_add(1, std::memory_order_relaxed);
   const auto member = site->communicator->members.find(device);
   if (member == site->communicator->members.end()) {
-    return v1::Failed(ffi::Error::Internal("jax_intranode: a collective ran on device " +
-                                           std::to_string(device) +
-                                           ", which is in none of its groups."));
+    return v1::Failed(
+        Internal("a collective ran on device ", device, ", which is in none of its groups."));
   }
   const auto& [group_of_rank, rank, links] = member->second;
   HostGroup& group = *group_of_rank;

@@ -10,6 +10,7 @@
 
 #include "../kernels/group.h"
 #include "../kernels/hybrid_cube_mesh.h"
+#include "../text.h"
 #include "registry.h"
 
 namespace jax_intranode {
@@ -32,9 +33,8 @@ inline std::vector<int64_t> DeviceIdsOf(const Partition& partition, int64_t grou
 inline void CopyAddresses(const GroupMember& member, int64_t size, char* (&to)[kMaxRanks]) {
   if (size < 1 || size > kMaxRanks || member.addresses.size() != static_cast<size_t>(size) ||
       member.rank < 0 || member.rank >= size) {
-    throw std::invalid_argument("jax_intranode: rank " + std::to_string(member.rank) +
-                                " of a group of " + std::to_string(size) + " ranks with " +
-                                std::to_string(member.addresses.size()) + " addresses");
+    throw InvalidArgument("rank ", member.rank, " of a group of ", size, " ranks with ",
+                          member.addresses.size(), " addresses");
   }
   for (int64_t r = 0; r < size; ++r) to[r] = reinterpret_cast<char*>(member.addresses[r]);
 }
@@ -80,8 +80,7 @@ inline Links LinksOf(const std::vector<LinksOfGroup>& of_groups, const GroupMemb
   for (const auto& [peers, relay] : of_groups.at(member.group)) links.push_back({peers, relay});
   // GPUs have kernels for 8 ranks only.
   if (links.size() != static_cast<size_t>(size) || size != kMaxRanks || !IsCubeMesh(links)) {
-    throw std::invalid_argument("jax_intranode: the links of group " +
-                                std::to_string(member.group) + " are no hybrid cube mesh");
+    throw InvalidArgument("the links of group ", member.group, " are no hybrid cube mesh");
   }
   return links[member.rank];
 }

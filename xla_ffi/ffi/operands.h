@@ -14,11 +14,9 @@
 #include "../kernels/hybrid_cube_mesh.h"
 #include "../kernels/norm.h"
 #include "../kernels/permute.h"
-#include "xla/ffi/api/ffi.h"
+#include "site.h"
 
 namespace jax_intranode {
-
-namespace ffi = ::xla::ffi;
 
 // The element type that runs an algorithm on an operand, if there is one.
 inline std::optional<ElementType> ElementTypeOf(Algorithm algorithm, ffi::DataType type) {
@@ -76,10 +74,8 @@ inline ffi::Error CollectBuffers(Algorithm algorithm, uint32_t segments, int siz
                       : algorithm == Algorithm::kPermute ? kMaxMembers
                                                          : 1;
   if (xs.size() != ys.size() || xs.size() < 1 || xs.size() > most) {
-    return ffi::Error::InvalidArgument("jax_intranode: " + name + " got " +
-                                       std::to_string(xs.size()) + " operands and " +
-                                       std::to_string(ys.size()) + " results; it takes 1 to " +
-                                       std::to_string(most) + " operands and returns as many.");
+    return Invalid(name, " got ", xs.size(), " operands and ", ys.size(),
+                   " results; it takes 1 to ", most, " operands and returns as many.");
   }
   size_t packs = 0;
   for (size_t i = 0; i < xs.size(); ++i) {
@@ -87,37 +83,31 @@ inline ffi::Error CollectBuffers(Algorithm algorithm, uint32_t segments, int siz
     const ffi::DataType x_type = x.element_type(), y_type = y.element_type();
     const std::optional<ElementType> found = ElementTypeOf(algorithm, x_type);
     if (!found || x_type != y_type || (i > 0 && *found != *type)) {
-      return ffi::Error::InvalidArgument(
-          "jax_intranode: operand " + std::to_string(i) + " of " + name + " has element type " +
-          std::to_string(static_cast<int>(x_type)) + ", its result " +
-          std::to_string(static_cast<int>(y_type)) +
+      return Invalid(
+          "operand ", i, " of ", name, " has element type ", static_cast<int>(x_type),
+          ", its result ", static_cast<int>(y_type),
           "; all operands must have one type that the operation supports, and results the same.");
     }
     const size_t in = InputShards(algorithm, size), out = OutputShards(algorithm, size);
     if (x.element_count() * out != y.element_count() * in || x.element_count() % in != 0) {
-      return ffi::Error::InvalidArgument(
-          "jax_intranode: operand " + std::to_string(i) + " of " + name + " has " +
-          std::to_string(x.element_count()) + " elements, its result " +
-          std::to_string(y.element_count()) + "; a group of " + std::to_string(size) +
-          " ranks needs them as " + std::to_string(in) + " to " + std::to_string(out) +
-          ", without a remainder.");
+      return Invalid("operand ", i, " of ", name, " has ", x.element_count(),
+                     " elements, its result ", y.element_count(), "; a group of ", size,
+                     " ranks needs them as ", in, " to ", out, ", without a remainder.");
     }
     *type = *found;
     packs += PacksOf(x.size_bytes() / in);
     buffers->Append({x.untyped_data(), y.untyped_data(), x.size_bytes() / in});
   }
-  if (packs == 0) return ffi::Error::InvalidArgument("jax_intranode: " + name + " of no elements.");
+  if (packs == 0) return Invalid(name, " of no elements.");
   if (xs.size() > 1 && packs > kMaxPacks) {
-    return ffi::Error::InvalidArgument("jax_intranode: " + name + " of " + std::to_string(packs) +
-                                       " packs of 16 bytes in many operands; it takes " +
-                                       std::to_string(kMaxPacks) + ".");
+    return Invalid(name, " of ", packs, " packs of 16 bytes in many operands; it takes ", kMaxPacks,
+                   ".");
   }
   const size_t needed = EpochBufferBytesNeeded(algorithm, *type, packs, size, segments);
   if (needed > epoch_buffer_bytes) {
-    return ffi::Error::InvalidArgument(
-        "jax_intranode: " + name + " of " + std::to_string(packs * sizeof(Pack)) + " bytes takes " +
-        std::to_string(needed) + " bytes of each buffer of the slab, which has " +
-        std::to_string(epoch_buffer_bytes) +
+    return Invalid(
+        name, " of ", packs * sizeof(Pack), " bytes takes ", needed,
+        " bytes of each buffer of the slab, which has ", epoch_buffer_bytes,
         ". Was the program compiled with another JAX_INTRANODE_SLAB_MIB? Compile it again.");
   }
   return ffi::Error::Success();
@@ -127,13 +117,12 @@ inline ffi::Error CollectBuffers(Algorithm algorithm, uint32_t segments, int siz
 // not reach a kernel, though lowering lets none of it pass.
 inline ffi::Error CollectNorm(Algorithm algorithm, int size, float eps, float weight_offset,
                               const Operands& operands, ElementType* type, NormCall* call) {
-  const auto refused = [algorithm](const std::string& why) {
-    return ffi::Error::InvalidArgument("jax_intranode: " + std::string(OperationName(algorithm)) +
-                                       " got " + why + ".");
+  const auto refused = [algorithm](const auto&... why) {
+    return Invalid(OperationName(algorithm), " got ", why..., ".");
   };
   const auto& [xs, ys] = operands;
   if ((xs.size() != 3 && xs.size() != 4) || ys.size() != 2) {
-    return refused(std::to_string(xs.size()) + " operands and " + std::to_string(ys.size()) +
+    return refused(xs.size(), " operands and ", ys.size(),
                    " results; it takes 3 or 4 operands and returns 2");
   }
   void* data[6] = {};
@@ -148,7 +137,7 @@ inline ffi::Error CollectNorm(Algorithm algorithm, int size, float eps, float we
   for (size_t i = 0; i < 2; ++i) add(4 + i, ys[i]);
   const std::optional<ElementType> found = ElementTypeOf(algorithm, types[0]);
   if (!found || !HasNorm(*found)) {
-    return refused("element type " + std::to_string(static_cast<int>(types[0])) +
+    return refused("element type ", static_cast<int>(types[0]),
                    "; it supports float32, bfloat16 and float16");
   }
   if (types[1] != types[0] || types[4] != types[0] || types[5] != types[0]) {
@@ -162,16 +151,14 @@ inline ffi::Error CollectNorm(Algorithm algorithm, int size, float eps, float we
   }
   const size_t hidden = elements[2];
   if (hidden < 1 || hidden > kMaxHidden) {
-    return refused("rows of " + std::to_string(hidden) + " elements; it takes 1 to " +
-                   std::to_string(kMaxHidden));
+    return refused("rows of ", hidden, " elements; it takes 1 to ", kMaxHidden);
   }
   const size_t shards = InputShards(algorithm, size);
   if (elements[1] == 0 || elements[1] % hidden != 0 || elements[0] != elements[1] * shards ||
       elements[4] != elements[1] || elements[5] != elements[1]) {
-    return refused(std::to_string(elements[0]) + " elements of x, " + std::to_string(elements[1]) +
-                   " of the residual, and " + std::to_string(elements[4]) + " and " +
-                   std::to_string(elements[5]) + " of the results, for rows of " +
-                   std::to_string(hidden) + " among " + std::to_string(size) + " ranks");
+    return refused(elements[0], " elements of x, ", elements[1], " of the residual, and ",
+                   elements[4], " and ", elements[5], " of the results, for rows of ", hidden,
+                   " among ", size, " ranks");
   }
   *type = *found;
   const size_t row_bytes = hidden * ItemBytes(*found);
@@ -205,10 +192,9 @@ ffi::Error ForEachNormOperation(const NormCall& whole, ElementType type, int siz
   const size_t most =
       NormRowsPerOperation(whole.algorithm, PacksOf(row_bytes), size, epoch_buffer_bytes);
   if (most == 0) {
-    return ffi::Error::InvalidArgument(
-        "jax_intranode: " + std::string(OperationName(whole.algorithm)) + " of rows of " +
-        std::to_string(row_bytes) + " bytes does not fit a buffer of the slab, which has " +
-        std::to_string(epoch_buffer_bytes) +
+    return Invalid(
+        OperationName(whole.algorithm), " of rows of ", row_bytes,
+        " bytes does not fit a buffer of the slab, which has ", epoch_buffer_bytes,
         " bytes. Was the program compiled with another JAX_INTRANODE_SLAB_MIB? Compile it again.");
   }
   for (size_t row = 0; row < whole.rows; row += most) {
@@ -228,9 +214,8 @@ ffi::Error ForEachNormOperation(const NormCall& whole, ElementType type, int siz
 inline ffi::Error CollectPermutes(const std::vector<int>& sources, int size, int rank,
                                   const Buffers& buffers, Permutes* permutes) {
   if (sources.size() != static_cast<size_t>(buffers.count) * size) {
-    return ffi::Error::InvalidArgument(
-        "jax_intranode: ppermute of " + std::to_string(buffers.count) + " arrays among " +
-        std::to_string(size) + " ranks has " + std::to_string(sources.size()) + " sources.");
+    return Invalid("ppermute of ", buffers.count, " arrays among ", size, " ranks has ",
+                   sources.size(), " sources.");
   }
   for (int m = 0; m < buffers.count; ++m) {
     const auto first = sources.begin() + m * size, last = first + size;

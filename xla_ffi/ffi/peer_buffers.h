@@ -15,6 +15,7 @@
 #include <vector>
 
 #include "../../jax_intranode/include/jax_intranode/peer_types.h"
+#include "../text.h"
 #include "members.h"
 #include "site.h"
 
@@ -143,23 +144,21 @@ class PeerLibraries {
     const v1::Library* library = reinterpret_cast<const v1::Library* (*)()>(address)();
     if (library->version != v1::kVersion) {
       throw std::invalid_argument(
-          "it was compiled with version " + std::to_string(library->version) +
-          " of jax_intranode/peer.h, and this package has version " + std::to_string(v1::kVersion) +
-          "; compile it with the headers in jax_intranode.get_include()");
+          Join("it was compiled with version ", library->version,
+               " of jax_intranode/peer.h, and this package has version ", v1::kVersion,
+               "; compile it with the headers in jax_intranode.get_include()"));
     }
     if (library->platform != platform) {
       constexpr const char* kNames[] = {"CPU devices", "GPUs"};
-      throw std::invalid_argument(std::string("it was compiled for ") +
-                                  kNames[library->platform == v1::kCuda] + ", not for " +
-                                  kNames[platform == v1::kCuda]);
+      throw std::invalid_argument(Join("it was compiled for ",
+                                       kNames[library->platform == v1::kCuda], ", not for ",
+                                       kNames[platform == v1::kCuda]));
     }
     if (ffi_version < std::pair(library->ffi_major, library->ffi_minor)) {
-      throw std::invalid_argument(
-          "it was compiled with version " + std::to_string(library->ffi_major) + "." +
-          std::to_string(library->ffi_minor) +
-          " of XLA's FFI headers, but the installed jaxlib has " +
-          std::to_string(ffi_version.first) + "." + std::to_string(ffi_version.second) +
-          "; compile it with the headers of this jaxlib, or an older one");
+      throw std::invalid_argument(Join(
+          "it was compiled with version ", library->ffi_major, ".", library->ffi_minor,
+          " of XLA's FFI headers, but the installed jaxlib has ", ffi_version.first, ".",
+          ffi_version.second, "; compile it with the headers of this jaxlib, or an older one"));
     }
     library->use(api);
     std::lock_guard lock(mutex_);

@@ -4,7 +4,6 @@
 #pragma once
 
 #include <algorithm>
-#include <chrono>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -62,7 +61,7 @@ class CudaPlatform final : public Platform {
       const Clock::time_point changed = is_new ? now : known->second.changed;
       seen[place.record] = {word, changed};
       const LongWait kernel = UnpackWait(word);
-      if (word == 0 || now - changed > kOver) return;
+      if (word == 0 || now - changed > kWaitIsOver) return;
       Wait& wait = waits.emplace_back(Wait{CallAt(place, kernel.missing, kernel.site)});
       wait.present = 1u << place.call.rank;
       wait.waited = std::chrono::duration_cast<Clock::duration>(
@@ -139,9 +138,6 @@ class CudaPlatform final : public Platform {
   }
 
  private:
-  // How long after its last word a wait is over. Kernels that wait write every 10 ms.
-  static constexpr auto kOver = std::chrono::seconds(1);
-
   // Where kernels of a device write: the record of a communicator, or that of a peer buffer.
   struct Place {
     DeviceCommunicator& communicator;

@@ -10,12 +10,23 @@
 
 #include "../health/call_sites.h"
 #include "../kernels/algorithms.h"
+#include "../text.h"
 #include "registry.h"
 #include "xla/ffi/api/ffi.h"
 
 namespace jax_intranode {
 
 namespace ffi = ::xla::ffi;
+
+// The error of a call that is wrong, or that can't run, with a text of these parts.
+template <class... Parts>
+ffi::Error Invalid(const Parts&... parts) {
+  return ffi::Error::InvalidArgument(Join("jax_intranode: ", parts...));
+}
+template <class... Parts>
+ffi::Error Internal(const Parts&... parts) {
+  return ffi::Error::Internal(Join("jax_intranode: ", parts...));
+}
 
 // Reads attributes by their names, and remembers the first error.
 class Attributes {
@@ -58,14 +69,12 @@ struct Site {
     text = attributes->Get<std::string_view>("site");
     if (ffi::Error error = attributes->TakeError(); error.failure()) return error;
     if (!IsKnown(algorithm)) {
-      return ffi::Error::InvalidArgument(
-          "jax_intranode: there is no algorithm " + std::to_string(static_cast<int>(algorithm)) +
+      return Invalid(
+          "there is no algorithm ", algorithm,
           ". Was the program compiled by another version of this package? Compile it again.");
     }
     if (const auto& [ids, size, permutes] = partition; size < 1 || ids.size() % size != 0) {
-      return ffi::Error::InvalidArgument("jax_intranode: " + std::to_string(ids.size()) +
-                                         " devices can't be groups of " + std::to_string(size) +
-                                         ".");
+      return Invalid(ids.size(), " devices can't be groups of ", size, ".");
     }
     communicator = Registry<Communicator>::Get().Find(partition);
     if (communicator) return ffi::Error::Success();
@@ -114,21 +123,18 @@ struct CollectiveSite : Site<Communicator> {
       for (const int source : sources) permutations = FnvStep(permutations, source + 2);
       const int size = static_cast<int>(this->partition.size);
       if (!ArePermutations(sources, size)) {
-        return ffi::Error::InvalidArgument(
-            "jax_intranode: the sources of a ppermute are no permutations of " +
-            std::to_string(size) + " ranks.");
+        return Invalid("the sources of a ppermute are no permutations of ", size, " ranks.");
       }
     }
-    const std::string name = std::string("jax_intranode: ") + AlgorithmName(this->algorithm);
-    if (IsMatmul(this->algorithm)) return ffi::Error::InvalidArgument(name + " is no collective.");
+    const char* const name = AlgorithmName(this->algorithm);
+    if (IsMatmul(this->algorithm)) return Invalid(name, " is no collective.");
     if (!CanCut(this->algorithm, segments)) {
-      return ffi::Error::InvalidArgument(name + " can't run in " + std::to_string(segments) +
-                                         " segments.");
+      return Invalid(name, " can't run in ", segments, " segments.");
     }
     const bool is_cube_mesh = this->communicator->is_cube_mesh;
     if ((this->algorithm == Algorithm::kHybridCubeMesh) != is_cube_mesh) {
-      return ffi::Error::InvalidArgument(
-          name + " can't run on groups that are " + (is_cube_mesh ? "a" : "no") +
+      return Invalid(
+          name, " can't run on groups that are ", is_cube_mesh ? "a" : "no",
           " hybrid cube mesh. Was the program compiled with another JAX_INTRANODE_TOPOLOGY? "
           "Compile it again.");
     }

@@ -19,19 +19,6 @@
 namespace jax_intranode {
 namespace {
 
-using namespace std::chrono_literals;
-
-constexpr auto kTick = 250ms;
-constexpr auto kHeartbeat = 1s;
-// After such a gap between two ticks this process was stopped itself: waits don't count it.
-constexpr auto kStopped = 1s;
-// After such a gap it can't judge others.
-constexpr auto kOwnGap = 5s;
-// When a silence is reported.
-constexpr auto kQuiet = 10s;
-// When a process that has taken back that it has finished tells it again.
-constexpr auto kFinishesAgain = 5s;
-
 Clock::duration FromSeconds(double seconds) {
   return std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(seconds));
 }

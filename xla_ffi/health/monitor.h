@@ -35,7 +35,6 @@
 // Close() returns, no platform is told of its peers any more.
 #pragma once
 
-#include <chrono>
 #include <condition_variable>
 #include <cstdint>
 #include <mutex>
@@ -177,7 +176,7 @@ class Monitor {
   std::vector<PeerWatch*> watches_;
   WaitReports reports_{[this](int64_t device) { return DetailOf(device); }};
   Clock::time_point last_beat_{};
-  Clock::duration patience_ = std::chrono::seconds(10);
+  Clock::duration patience_ = kFirstReport;
   bool changed_ = false;  // a peer's state is new
   Fd wake_;
   // Taken last.

@@ -8,7 +8,6 @@
 
 #include <algorithm>
 #include <cerrno>
-#include <chrono>
 #include <cstddef>
 #include <cstdio>
 #include <cstring>
@@ -22,11 +21,6 @@
 
 namespace jax_intranode {
 namespace {
-
-using namespace std::chrono_literals;
-
-// How long one who connects may take for its hello.
-constexpr auto kHelloPatience = 2s;
 
 std::string ErrnoText(const std::string& what) {
   return what + ": " + std::generic_category().message(errno);
@@ -203,7 +197,7 @@ std::vector<Connection> PeerSocket::Connect(const std::vector<PeerAddress>& peer
       int pid = 0;
       if (in.get() < 0) {
         // For instance because no descriptor is free. The connection stays ready: look again later.
-        std::this_thread::sleep_for(10ms);
+        std::this_thread::sleep_for(kAcceptsAgain);
       } else if (CheckUser(in.get(), &pid).empty()) {
         others.push_back({std::move(in), pid, -1, now + kHelloPatience});
       }

@@ -35,16 +35,15 @@
 //              |                   | it waits for               |            |
 #pragma once
 
-#include <chrono>
 #include <cstdint>
 #include <map>
 #include <string>
 #include <utility>
 #include <vector>
 
-namespace jax_intranode {
+#include "timeouts.h"
 
-using Clock = std::chrono::steady_clock;
+namespace jax_intranode {
 
 enum class PeerState : uint8_t { kUnheard, kRunning, kSilent, kFinished, kLeft, kFailed, kLost };
 enum class PeerEvent : uint8_t { kHeard, kFinishes, kGoesOn, kLeaves, kFails, kEnds, kSilence };
@@ -73,10 +72,6 @@ constexpr Absence AbsenceIn(PeerState state) {
   if (state == kLeft) return Absence::kAlways;
   return state == kFailed || state == kLost ? Absence::kFault : Absence::kNone;
 }
-
-// How long a call waits for a peer that may come back. A peer that takes back that it has finished
-// does so within the period of its monitor.
-constexpr std::chrono::seconds kPatience{3};
 
 // Whether a call gives up that has waited for so long for a peer, which has been absent for so
 // long.

@@ -5,7 +5,6 @@
 #pragma once
 
 #include <algorithm>
-#include <chrono>
 #include <cstdint>
 #include <functional>
 #include <map>
@@ -33,9 +32,6 @@ inline std::string TextOf(const Wait& wait, Clock::duration waited) {
 
 class WaitReports {
  public:
-  // When ranks that wait in different operations of one group give up.
-  static constexpr double kMismatchEndsS = 300;
-
   // peer_of(device): what else is to be said of the process of a missing rank, as the end of a
   // sentence; empty for nothing.
   explicit WaitReports(std::function<std::string(int64_t device)> peer_of)
@@ -132,11 +128,6 @@ class WaitReports {
 
  private:
   static constexpr char kInstead[] = ", which waits in another operation: ";
-  static constexpr auto kNoted = std::chrono::seconds(1);
-  static constexpr auto kToldAgain = std::chrono::milliseconds(900);
-  static constexpr auto kStale = std::chrono::seconds(3);  // three notes have not come
-  static constexpr auto kSecondReport = std::chrono::minutes(1);
-  static constexpr auto kLaterReports = std::chrono::minutes(5);
   static constexpr size_t kMostNotes = 1000;
   static constexpr int kMostHops = 8;
 
@@ -158,7 +149,7 @@ class WaitReports {
 
   void Judge(Wait wait, Clock::duration patience, Report* report, Outcome* outcome) {
     const double waited_s = std::chrono::duration<double>(wait.waited).count();
-    const double soonest_s = std::min(wait.limit_s, kMismatchEndsS);
+    const double soonest_s = std::min<double>(wait.limit_s, kMismatchEnds.count());
     const bool late = wait.give_up && waited_s >= soonest_s;
     if (!late && wait.waited < std::min(report->next, patience)) return;
     const Mistake mistake = Explain(&wait);

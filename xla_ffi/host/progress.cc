@@ -1,6 +1,5 @@
 #include "progress.h"
 
-#include <chrono>
 #include <condition_variable>
 #include <deque>
 #include <mutex>
@@ -54,7 +53,7 @@ class ProgressThread {
         group->Progress();
         return !group->IsOutstanding();
       });
-      std::this_thread::sleep_for(std::chrono::microseconds(20));
+      std::this_thread::sleep_for(kPollsEvery);
     }
   }
 
@@ -91,7 +90,7 @@ class GrowingPool {
     std::unique_lock lock(mutex_);
     for (;;) {
       ++idle_;
-      changed_.wait_for(lock, std::chrono::seconds(5), [this] { return !tasks_.empty(); });
+      changed_.wait_for(lock, kIdleThreadStays, [this] { return !tasks_.empty(); });
       --idle_;
       if (tasks_.empty()) {
         --threads_;

@@ -7,7 +7,7 @@ from stress.faults.matrix import Case
 
 # From the end of a process to the failure of the others.
 _DEAD_S = 1.0
-# The same if it ends in order. Its peers first wait 3 s (kPatience in xla_ffi/health/peer_table.h),
+# The same if it ends in order. Its peers first wait 3 s (kPatience in xla_ffi/health/timeouts.h),
 # in which another thread of it may still make the call.
 _GOODBYE_S = 4.0
 # From the failure to the exception on GPUs: XLA asks each stream every 5 s whether it has failed

@@ -252,7 +252,7 @@ def test_tables_have_the_newest_jax_and_all_numbers_of_gpus_that_ran_it(tmp_path
         ["step=A_step", "late=Not_there"], tmp_path
     ).splitlines()
     assert head.endswith("| 4 H100, jax 0.12: lax | ours | lax / ours | hidden |")
-    assert line == "| A step | 2.40 | 2.00 | 1.20 | 2.40 | 2.00 | 1.20 | 50% |"
+    assert line == "| A step | 2.400 | 2.000 | 1.20 | 2.400 | 2.000 | 1.20 | 50% |"
 
 
 def test_figures_in_sentences(
@@ -280,6 +280,8 @@ def test_figures_in_sentences(
     assert page.read_text() == f"{head}1.78 to 2.06{end}\n"
     page.write_text(f"{head.replace('2_h100', '3_h100')}1{end}\n")
     assert performance_page._main() == 1 and "no run psum" in capsys.readouterr().err
+    page.write_text(f"{head[2:]}1.78 to 2.06{end}\n")
+    assert performance_page._main() == 1 and "a line begins with it" in capsys.readouterr().err
     page.write_text(f"{head.replace('ratios', 'rations')}1{end}\n")
     assert performance_page._main() == 1 and "rations is none of" in capsys.readouterr().err
 

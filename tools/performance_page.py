@@ -240,26 +240,23 @@ _MATMUL: dict[str, Column] = {
     "spread": _number("spread", ".1%"),
     "runs as": _runs_as,
 }
-_GAINS: dict[str, Column] = {
-    "lax": _number("lax_time_us", ".2f", 1e-3),
-    "lax tuned": _number("lax_tuned_time_us", ".2f", 1e-3),
-    "ours": _number("time_us", ".2f", 1e-3),
-    "lax / ours": _RATIO["lax / ours"],
+_TIMES = {"lax": "lax_", "lax tuned": "lax_tuned_", "ours": "", "none": "none_"}
+_PROGRAM: dict[str, Column] = {
+    **{title: _number(f"{name}time_us", ".3f", 1e-3) for title, name in _TIMES.items()},
+    **_RATIO,
     "tuned / ours": _quotient("lax_tuned_time_us", "time_us"),
     "hidden": _number("hidden_share", ".0%"),
-}
-_PROGRAM: dict[str, Column] = {
-    "lax": _time("lax_", 3, 1e-3),
-    "lax tuned": _time("lax_tuned_", 3, 1e-3),
-    "ours": _time("", 3, 1e-3),
-    "unedited": _time("unedited_", 3, 1e-3),
-    "none": _time("none_", 3, 1e-3),
-    "lax / ours": _RATIO["lax / ours"],
-    "tuned / ours": _GAINS["tuned / ours"],
-    "hidden": _GAINS["hidden"],
     "spread": _number("spread", ".1%"),
     "W": _number("watts", ".0f"),
     "MHz": _number("sm_mhz", ".0f"),
+}
+_GAINS = {
+    title: of for title, of in _PROGRAM.items() if title not in ("none", "spread", "W", "MHz")
+}
+_ALL_OF_PROGRAM: dict[str, Column] = {
+    **_PROGRAM,
+    **{title: _time(name, 3, 1e-3) for title, name in _TIMES.items()},
+    "unedited": _time("unedited_", 3, 1e-3),
 }
 
 
@@ -284,7 +281,7 @@ def _table(nodes: dict[str, list[Row]], columns: dict[str, Column] | None, first
     """Returns a table with the columns of each node that are not empty."""
     rows = [row for rows in nodes.values() for row in rows]
     if columns is None:
-        kinds = {"program": _PROGRAM, "m": _MATMUL}
+        kinds = {"program": _ALL_OF_PROGRAM, "m": _MATMUL}
         columns = next((of for key, of in kinds.items() if rows[0][key]), _COLLECTIVE)
     names = dict.fromkeys(map(_what, rows))
     head, cells = [first], [[name] for name in names]
@@ -340,7 +337,7 @@ def programs(names: Sequence[str], folder: Path) -> str:
     With texts in place of names it has fewer columns, for readers that don't know the programs.
     """
     texts = dict(name.split("=") for name in names)
-    columns = _GAINS if texts else {k: of for k, of in _PROGRAM.items() if k != "unedited"}
+    columns = _GAINS if texts else _PROGRAM
     rows = [row for row in _all(folder) if row["program"]]
     last = max(_age(row)[0] for row in rows)
     nodes: dict[str, list[Row]] = {}
@@ -439,6 +436,8 @@ def render(page: str, folder: Path) -> str:
         kind, *names = block["what"].split()
         if kind not in _MAKE:
             raise ValueError(f"make: {kind} is none of {', '.join(_MAKE)}")
+        if "\n" not in block["head"] and page[: block.start()][-1:] in ("", "\n"):
+            raise ValueError(f"make: {kind}: a line begins with it, which ends the paragraph")
         return f"{block['head']}{_MAKE[kind](names, folder)}<!-- end -->"
 
     page, found = _BLOCK.subn(make, page)

@@ -177,6 +177,18 @@ def test_the_index_has_every_page_once() -> None:
     assert listed == Counter(pages)
 
 
+def test_the_page_of_examples_shows_each_once() -> None:
+    page = ROOT / "docs" / "examples.rst"
+    if not page.exists():
+        pytest.skip("the docs are not here")
+    shown = re.findall(r"^\.\. literalinclude:: \.\./(.*)$", page.read_text(), re.MULTILINE)
+    files = (file for end in ("py", "cu") for file in ROOT.glob(f"examples/**/*.{end}"))
+    assert Counter(shown) == Counter(str(file.relative_to(ROOT)) for file in files)
+    # The site's links to examples lead to these labels (conf.py).
+    labels = re.findall(r"^\.\. _(.*):$", page.read_text(), re.MULTILINE)
+    assert labels == [Path(file).name for file in shown]
+
+
 def test_the_environment_page_agrees_with_config() -> None:
     page = ROOT / "docs" / "environment.md"
     if not page.exists():

@@ -38,9 +38,13 @@ OPERATIONS = tuple(record.name for record in of_kind(COLLECTIVE))
 # Those that run in segments, if they are large.
 SEGMENTED = tuple(name for name in OPERATIONS if name != "ppermute")
 # Those whose operand has a part for each rank.
-DIVIDED = ("psum_scatter", "all_to_all")
+DIVIDED = tuple(name for name in OPERATIONS if RECORDS[name].divides)
 # Those whose result has the shape of the operand.
-KEEPS_SHAPE = ("psum", "pmax", "pmin", "ppermute")
+KEEPS_SHAPE = tuple(
+    name for name in OPERATIONS if not RECORDS[name].divides and not RECORDS[name].gathers
+)
+# Those that have no derivative.
+EXTREMES = tuple(name for name in OPERATIONS if RECORDS[name].reduction in ("max", "min"))
 
 
 @dataclasses.dataclass(frozen=True)

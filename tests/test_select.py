@@ -15,13 +15,13 @@ from jax_intranode._src.selection import config, generations, select, table
 WORLDS = range(2, 9)
 # Hardware and process mode: whether one process has all devices.
 SETUPS = tuple(itertools.product(("cpu", "hopper"), ("single", "multi")))
-OPERATIONS = ("psum", "psum_scatter", "all_gather", "all_to_all")
 ORDER = {
     "psum": ("one_shot", "two_shot", "lax"),
     "psum_scatter": ("reduce_scatter", "lax"),
     "all_gather": ("all_gather", "lax"),
     "all_to_all": ("all_to_all", "lax"),
 }
+OPERATIONS = tuple(ORDER)
 ELEMENT_BYTES = {
     "bfloat16": 2,
     **{d: np.dtype(d).itemsize for d in definitions.DTYPES if d != "bfloat16"},

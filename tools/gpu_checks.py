@@ -14,6 +14,8 @@ import sys
 import time
 from pathlib import Path
 
+from jax_intranode._src.operations import COLLECTIVE, of_kind
+
 ROOT = Path(__file__).resolve().parent.parent
 CUDA = ROOT / "xla_ffi" / "cuda"
 PYTHON = f"{sys.executable} -P -m"
@@ -86,8 +88,7 @@ def steps(out: Path, devices: int, cpu: bool) -> list[tuple[str, str, int, str, 
     for name in ("psum", "psum_scatter", "all_gather"):
         bench("tune", f"{name}_large", 45, f"{name} {large}")
         bench("tune", f"{name}_tuned", 45, f"{name} {large}", tuned)
-    parts = ("psum_scatter", "all_gather", "all_to_all")
-    for name in ("psum", *parts, "ppermute", "pmax", "pmin"):
+    for name in (record.name for record in of_kind(COLLECTIVE)):
         bench("collectives", name, 75, f"{name} {sizes}")
         bench("collectives", f"{name}_one_process", 75, f"{name} {sizes}")
     bench("collectives", "halo", 80, "halo")

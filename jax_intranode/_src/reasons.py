@@ -16,23 +16,30 @@ REFUSED = "refused"  # an algorithm was wanted and could not be used
 
 
 class Reason(str):
-    """The text of a reason, which may have fields to be filled in.
+    """The text of a reason, which may have fields to be filled in."""
 
-    Attributes:
-        cause: NOT_FASTER, UNSUPPORTED or REFUSED.
-    """
-
-    cause: str
-
-    def __new__(cls, text: str, cause: str = REFUSED) -> "Reason":
-        """Makes a reason."""
-        reason = super().__new__(cls, text)
-        reason.cause = cause
-        return reason
+    cause = REFUSED
 
     def of(self, **values: Any) -> "Reason":
         """The reason with its values."""
-        return Reason(self.format(**values), self.cause)
+        return type(self)(self.format(**values))
+
+
+class Unsupported(Reason):
+    """A reason whose cause is UNSUPPORTED."""
+
+    cause = UNSUPPORTED
+
+
+class NotFaster(Reason):
+    """A reason whose cause is NOT_FASTER."""
+
+    cause = NOT_FASTER
+
+
+def is_missed(reason: str | None) -> bool:
+    """Whether an operation was left although this package might be faster, by the reason."""
+    return reason is not None and cause_of(reason) == REFUSED
 
 
 def cause_of(reason: str | None) -> str:
@@ -56,41 +63,39 @@ AXIS_HIDDEN = Reason(f"axis {{axes}} {OTHER_AXIS}: vmap hides that one")
 AXES_LEFT_TO_XLA = Reason(f"{PARTLY_MANUAL}: shard_map has not bound {{axes}}")
 AXES_NOT_NAMED = Reason(f"{PARTLY_MANUAL}: neither axis_name nor batch_axes has {{axes}}")
 AXIS_MISSING = Reason("an axis that is not bound")
-NO_AXES = Reason("no axes", NOT_FASTER)
-AXIS_TWICE = Reason("an axis that is named twice in {axes}", UNSUPPORTED)
+NO_AXES = NotFaster("no axes")
+AXIS_TWICE = Unsupported("an axis that is named twice in {axes}")
 AXES_OF_VMAP = Reason("a vmap whose batch is divided over the mesh axes {axes}")
 AXES_OF_VMAP_TOO = Reason("over axes of vmap, too")
-AXES_IN_OTHER_ORDER = Reason("axes that the mesh has in another order", UNSUPPORTED)
-AXIS_OF_ONE_DEVICE = Reason(
-    "an axis of one device under jax_remove_size_one_mesh_axis_from_type", NOT_FASTER
+AXES_IN_OTHER_ORDER = Unsupported("axes that the mesh has in another order")
+AXIS_OF_ONE_DEVICE = NotFaster(
+    "an axis of one device under jax_remove_size_one_mesh_axis_from_type"
 )
 NO_COLLECTIVES = Reason("jax.sharding.no_collectives")
-INDEX_GROUPS = Reason("axis_index_groups", UNSUPPORTED)
+INDEX_GROUPS = Unsupported("axis_index_groups")
 
 # Its operands and other arguments.
 
 CONSTANT = Reason("a constant")
-NOT_AN_ARRAY = Reason("not an array", UNSUPPORTED)
-EMPTY = Reason("{operation} of no elements", NOT_FASTER)
-DTYPE = Reason("dtype {dtype}; supported are {dtypes}", UNSUPPORTED)
-ROW_TOO_LONG = Reason("rows of {hidden} elements; up to {most} are supported", UNSUPPORTED)
-UNREDUCED = Reason("an operand that is unreduced or reduced over mesh axes", UNSUPPORTED)
+NOT_AN_ARRAY = Unsupported("not an array")
+EMPTY = NotFaster("{operation} of no elements")
+DTYPE = Unsupported("dtype {dtype}; supported are {dtypes}")
+ROW_TOO_LONG = Unsupported("rows of {hidden} elements; up to {most} are supported")
+UNREDUCED = Unsupported("an operand that is unreduced or reduced over mesh axes")
 VARIES_PARTLY = Reason("an operand that does not vary over all of the axes {axes}")
 VARY_DIFFERENTLY = Reason("results that vary over different axes")
 EXPLICIT_OPERAND = Reason("an operand sharded over explicit axes of the mesh")
-TO = Reason("to={to!r}", UNSUPPORTED)
+TO = Unsupported("to={to!r}")
 NO_DIMENSIONS = Reason("x has no dimensions")
 DIMENSION = Reason("{name} is {value}; with {ndim} dimensions it must be from {least} to {most}")
 LENGTH = Reason(
     "x has the shape {shape}; with {size} ranks, the length of its dimension {dimension} must be "
     "{needed}"
 )
-PERM_OF_OTHER_TYPE = Reason("perm is no list or tuple", UNSUPPORTED)
-PERM_WITHOUT_PAIRS = Reason(
-    "perm is {perm!r}; it must be pairs of source and destination", UNSUPPORTED
-)
-PERM_OUTSIDE = Reason("perm has the {what} {rank}; there are {size} ranks", UNSUPPORTED)
-PERM_TWICE = Reason("perm has the {what} {rank} more than once", UNSUPPORTED)
+PERM_OF_OTHER_TYPE = Unsupported("perm is no list or tuple")
+PERM_WITHOUT_PAIRS = Unsupported("perm is {perm!r}; it must be pairs of source and destination")
+PERM_OUTSIDE = Unsupported("perm has the {what} {rank}; there are {size} ranks")
+PERM_TWICE = Unsupported("perm has the {what} {rank} more than once")
 PLACED = Reason("under compute_on or set_xla_metadata")
 INSIDE = Reason("inside {name}, where nothing is rewritten")
 
@@ -113,13 +118,13 @@ OTHER_KIND = Reason("{operation} is not one of the kinds that this package accel
 
 # The group, its memory, and what was measured.
 
-ONE_RANK = Reason("a group of one rank", NOT_FASTER)
-TOO_MANY_RANKS = Reason("a group of {ranks} ranks; at most {most} are supported", UNSUPPORTED)
+ONE_RANK = NotFaster("a group of one rank")
+TOO_MANY_RANKS = Unsupported("a group of {ranks} ranks; at most {most} are supported")
 HOSTS = Reason("group {group} spans hosts: its processes are {difference}")
 NO_LINK = Reason(
     "devices {first} and {second} of group {group} have no link to each other (hybrid cube mesh)"
 )
-HYBRID_CUBE_MESH = Reason("only psum has kernels for a hybrid cube mesh", UNSUPPORTED)
+HYBRID_CUBE_MESH = Unsupported("only psum has kernels for a hybrid cube mesh")
 NEEDS_LINKS = Reason("JAX_INTRANODE_ALGORITHM={algorithm} needs a link between each pair of ranks")
 REGIONS = Reason(
     "the slab's {regions} regions serve other groups of these devices; a program can use that many "
@@ -127,16 +132,15 @@ REGIONS = Reason(
 )
 _EPOCH_BUFFER = "an epoch buffer, which has {has} bytes; JAX_INTRANODE_SLAB_MIB sets its size"
 EPOCH_BUFFER = Reason(f"{{nbytes}} bytes of {{dtype}} need {{needed}} bytes of {_EPOCH_BUFFER}")
-FORCED_EPOCH_BUFFER = Reason(EPOCH_BUFFER, NOT_FASTER)
+FORCED_EPOCH_BUFFER = NotFaster(EPOCH_BUFFER)
 ROWS_IN_EPOCH_BUFFER = Reason(
     f"rows of {{nbytes}} bytes among {{ranks}} ranks do not fit {_EPOCH_BUFFER}"
 )
-ALGORITHM_LAX = Reason("JAX_INTRANODE_ALGORITHM=lax", NOT_FASTER)
-NOT_MEASURED = Reason("no group of {ranks} ranks or more has been measured", NOT_FASTER)
-NOT_TUNED = Reason("{reason}; a tuning of this node would decide", NOT_FASTER)
-TOO_LARGE = Reason(
-    "{nbytes} bytes of {dtype}; up to {upto} are faster than lax {source}", NOT_FASTER
-)
+ALGORITHM_LAX = NotFaster("JAX_INTRANODE_ALGORITHM=lax")
+NOT_MEASURED = NotFaster("no group of {ranks} ranks or more has been measured")
+NOT_TUNED = NotFaster("{reason}; a tuning of this node would decide")
+TOO_LARGE_TOGETHER = Reason("together the arrays are larger than 64 GiB")
+TOO_LARGE = NotFaster("{nbytes} bytes of {dtype}; up to {upto} are faster than lax {source}")
 
 # Overlapped matmuls.
 
@@ -158,10 +162,10 @@ NOT_MULTIPLES_OF_8 = Reason("K {ks}, N {ns}; overlapped are multiples of 8")
 # Programs that XLA's partitioner divides, as a whole, and their operations.
 
 NO_SHARDY = Reason("jax_use_shardy_partitioner is False")
-NOTHING_SHARDED = Reason("nothing is sharded", NOT_FASTER)
+NOTHING_SHARDED = NotFaster("nothing is sharded")
 SEVERAL_MESHES = Reason("several meshes")
 MESH_OF_OTHER_DEVICES = Reason("a mesh of other devices than the program's")
-PARTS_OF_AXES = Reason("shardings over parts of axes, or unreduced values", UNSUPPORTED)
+PARTS_OF_AXES = Unsupported("shardings over parts of axes, or unreduced values")
 ARGUMENT = Reason("an argument of {name}")
 CALL_WITH_ATTRIBUTES = Reason("a call of a function with attributes")
 MANY_CONSTANTS = Reason("more than 32 MiB of constants: pass the arrays as arguments")
@@ -173,37 +177,35 @@ SHARDED_DIFFERENTLY = Reason(
     "with the replacements XLA would shard the rest of the program differently; "
     "jax.lax.with_sharding_constraint on intermediate results, also inside loops, often avoids that"
 )
-UNKNOWN_DTYPE = Reason(
-    "a dtype, such as complex64, that is not replaced in auto-sharded programs", UNSUPPORTED
+UNKNOWN_DTYPE = Unsupported(
+    "a dtype, such as complex64, that is not replaced in auto-sharded programs"
 )
-UNEVEN = Reason("a dimension that the axes do not divide", UNSUPPORTED)
-BOOLEANS = Reason("a sum of booleans is True or False, and a psum counts", UNSUPPORTED)
-DOT_ALGORITHM = Reason("a dot algorithm", UNSUPPORTED)
-NO_SUM = Reason("a reduction that is no sum, maximum or minimum", UNSUPPORTED)
-SUM_FROM_OTHER = Reason(
-    "a reduction that begins at another number than a sum, maximum or minimum does", UNSUPPORTED
+UNEVEN = Unsupported("a dimension that the axes do not divide")
+BOOLEANS = Unsupported("a sum of booleans is True or False, and a psum counts")
+DOT_ALGORITHM = Unsupported("a dot algorithm")
+NO_SUM = Unsupported("a reduction that is no sum, maximum or minimum")
+SUM_FROM_OTHER = Unsupported(
+    "a reduction that begins at another number than a sum, maximum or minimum does"
 )
-NO_PLAN = Reason("no plan of gathers and sums", UNSUPPORTED)
-UNKNOWN_PLAN = Reason("XLA computes it with {collectives}, in a way that is not known", UNSUPPORTED)
-NOT_COMPILED_ALONE = Reason("XLA does not compile it alone: {error}", UNSUPPORTED)
-UNKNOWN_COLLECTIVE = Reason("XLA adds a collective that is not understood", UNSUPPORTED)
-UNKNOWN_GROUPS = Reason("XLA adds {kind} among {groups}", UNSUPPORTED)
-GROUPS_OF_NO_AXES = Reason("groups that are not those of mesh axes", UNSUPPORTED)
-SEVERAL_OPERANDS = Reason("several operands", UNSUPPORTED)
-DIMENSION_OF_AUTO_AXES = Reason(
-    "its dimension is sharded over Auto axes, or its result otherwise", UNSUPPORTED
+NO_PLAN = Unsupported("no plan of gathers and sums")
+UNKNOWN_PLAN = Unsupported("XLA computes it with {collectives}, in a way that is not known")
+NOT_COMPILED_ALONE = Unsupported("XLA does not compile it alone: {error}")
+UNKNOWN_COLLECTIVE = Unsupported("XLA adds a collective that is not understood")
+UNKNOWN_GROUPS = Unsupported("XLA adds {kind} among {groups}")
+GROUPS_OF_NO_AXES = Unsupported("groups that are not those of mesh axes")
+SEVERAL_OPERANDS = Unsupported("several operands")
+DIMENSION_OF_AUTO_AXES = Unsupported(
+    "its dimension is sharded over Auto axes, or its result otherwise"
 )
-NOT_IN_AUTO = Reason("{name} over manual axes in an auto-sharded program", UNSUPPORTED)
-NO_COLLECTIVE = Reason("nothing in it is a collective", NOT_FASTER)
-SHARED = Reason("another operation that needs the same gathered array is left", NOT_FASTER)
-WHOLE_SUM = Reason("XLA would have the whole sum for another operation that needs it", NOT_FASTER)
+NOT_IN_AUTO = Unsupported("{name} over manual axes in an auto-sharded program")
+NO_COLLECTIVE = NotFaster("nothing in it is a collective")
+SHARED = NotFaster("another operation that needs the same gathered array is left")
+WHOLE_SUM = NotFaster("XLA would have the whole sum for another operation that needs it")
 # Measured: decoding with two sums of this package a layer was 0.91 to 0.96 times as fast where the
 # queries, keys and values are three parts of one product. See docs/performance.md.
-PERMUTES = Reason(
-    "XLA permutes between such operations, which then cost more than they gain", NOT_FASTER
+PERMUTES = NotFaster("XLA permutes between such operations, which then cost more than they gain")
+SHORTER = NotFaster(
+    "XLA removes dimensions of one element, here and from operations that it still does"
 )
-SHORTER = Reason(
-    "XLA removes dimensions of one element, here and from operations that it still does", NOT_FASTER
-)
-OVERLAPS = Reason("XLA can overlap it with the matmuls after it", NOT_FASTER)
-OVERLAPS_SEVERAL = Reason(f"{OVERLAPS}, with others that it combines", NOT_FASTER)
+OVERLAPS = NotFaster("XLA can overlap it with the matmuls after it")
+OVERLAPS_SEVERAL = NotFaster(f"{OVERLAPS}, with others that it combines")

@@ -277,8 +277,7 @@ def types_inside(function: Callable[[Any], Any], value: Any = None) -> dict[str,
 # The operations together. Those that can be tiled are.
 
 NAMES = ("psum", "psum_scatter", "all_gather", "all_to_all", "pmean", "pmax", "pmin")
-# Those that have no derivative.
-EXTREMES = ("pmax", "pmin")
+EXTREMES = cases.EXTREMES
 
 
 def operations(lib: Any) -> dict[str, Any]:

@@ -26,12 +26,14 @@ from jax_intranode._src import operations
 from jax_intranode._src.native import definitions
 
 FLOATS = ("float32", "bfloat16", "float16", "float64")
-SUMS = ("psum", "psum_scatter")
-EXTREMES = ("pmax", "pmin")  # they have no derivative
-OPERATIONS = (*SUMS, "all_gather", "all_to_all", *EXTREMES, "ppermute")
-MATMULS = ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce")
+_COLLECTIVES = operations.of_kind(operations.COLLECTIVE)
+OPERATIONS = tuple(record.name for record in _COLLECTIVES)
+SUMS = tuple(record.name for record in _COLLECTIVES if record.reduction == "sum")
+# Those that have no derivative.
+EXTREMES = tuple(record.name for record in _COLLECTIVES if record.reduction in ("max", "min"))
+MATMULS = tuple(record.name for record in operations.of_kind(operations.MATMUL))
 # Those whose operand has a part for each rank.
-DIVIDED = ("psum_scatter", "all_to_all")
+DIVIDED = tuple(record.name for record in _COLLECTIVES if record.divides)
 # How a chain makes a call. "late": the ranks come at different times.
 WAYS = ("plain", "gradient", "vmap", "cond", "scan", "jit", "late", "checkpoint")
 # Their cotangents, without check_vma.

@@ -12,14 +12,16 @@ import jax.numpy as jnp
 from bench_peers.peer import Peer, Unavailable
 from jax_intranode._src.command_line.bench.settings import Settings
 from jax_intranode._src.command_line.launcher.runs import ProgressLine, run_ranks
+from jax_intranode._src.operations import COLLECTIVE, of_kind
 
 # The program for each operation, and the names that nccl-tests has for the dtypes.
 _PROGRAMS = {
-    "psum": ("all_reduce_perf",),
     "pmean": ("all_reduce_perf", "-o", "avg"),
-    "psum_scatter": ("reduce_scatter_perf",),
-    "all_gather": ("all_gather_perf",),
-    "all_to_all": ("alltoall_perf",),
+    **{
+        record.name: (f"{record.stablehlo.replace('all_to_all', 'alltoall')}_perf",)
+        for record in of_kind(COLLECTIVE)
+        if record.stablehlo is not None
+    },
 }
 _DTYPES = {
     "bfloat16": "bfloat16",

@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from jax_intranode._src import reasons
 from jax_intranode._src.jax_private import trace_state
 from jax_intranode._src.native import definitions
 from jax_intranode._src.ops import collective, fallback
@@ -88,7 +89,7 @@ def operations(
     def choose(chosen: Sequence[int]) -> select.Selection:
         count = sum(packs[i] for i in chosen)
         if len(chosen) > 1 and count > definitions.MAX_PACKS:
-            return select.Selection("lax", "together the arrays are larger than 64 GiB")
+            return select.Selection("lax", reasons.TOO_LARGE_TOGETHER)
         return choose_by_bytes(count * definitions.PACK_BYTES)
 
     nonempty = [i for i, count in enumerate(packs) if count > 0] or list(range(len(packs)))

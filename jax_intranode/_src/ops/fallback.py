@@ -144,6 +144,23 @@ def refuse_if_strict(operation: str, reason: str) -> None:
         )
 
 
+def refuse_missed(what: str, missed: Sequence[tuple[str, str, str]], switches: str) -> None:
+    """Raises RuntimeError if JAX_INTRANODE_STRICT=1 and something was left that might be faster.
+
+    Args:
+        what: such things.
+        missed: the operation, the call site and the reason of each that was left.
+        switches: by what the program is rewritten.
+    """
+    if missed and config.get().is_strict:
+        raise RuntimeError(
+            f"{what} were not replaced:\n"
+            + "\n".join(f"  {operation} at {site}: {reason}" for operation, site, reason in missed)
+            + "\nJAX_INTRANODE_STRICT=1 makes this an error. Fix the causes, compile this program "
+            f"without {switches}, or unset the variable."
+        )
+
+
 _logged: set[tuple[str, str, str, str]] = set()
 
 

@@ -18,12 +18,11 @@ from jax_intranode._src.jax_private import (
     lax_collectives,
 )
 from jax_intranode._src.operations import RECORDS
-from jax_intranode._src.ops import fallback, ppermute, primitive
+from jax_intranode._src.ops import fallback, ppermute
 from jax_intranode._src.ops.collective import Params
 from jax_intranode._src.ops.lowering_site import LoweringSite
 from jax_intranode._src.ops.primitive import BY_OPERATION, OpPrimitive
 from jax_intranode._src.rewrite import agreement, mode
-from jax_intranode._src.selection import config
 
 
 @dataclass(frozen=True)
@@ -37,11 +36,6 @@ class Decision:
 
     equation: Any
     reason: str | None
-
-    @property
-    def missed(self) -> bool:
-        """Whether it was left although this package might be faster."""
-        return self.reason is not None and reasons.cause_of(self.reason) == reasons.REFUSED
 
 
 class Body:
@@ -60,12 +54,10 @@ class Body:
         self.params = params
         self.reason = reason
         self.decisions: list[Decision] = []
-        # What a collective became, by its operation and its types: see `collectives.choose`.
-        self.chosen: dict[Any, Any] = {}
+        # Why the selection leaves a choice to lax, by the choice and the types of its operands.
+        self.selected: dict[Any, str | None] = {}
 
-    def is_overlapped(
-        self, operation: primitive.OpPrimitive, avals: Sequence[Any], params: Any
-    ) -> bool:
+    def is_overlapped(self, operation: OpPrimitive, avals: Sequence[Any], params: Any) -> bool:
         """Whether such a call would be one overlapped custom call."""
         return operation.decide(self.site, avals, params).is_overlapped
 
@@ -87,27 +79,26 @@ class Body:
             if decision.equation is equation:
                 self.decisions[index] = Decision(equation, reason)
 
-    def log(self, left: str) -> None:
-        """Logs each collective that was left, and why. `left` says to whom."""
-        for decision in self.decisions:
-            if decision.reason is not None:
-                fallback.log_once(*_named(decision.equation), left, decision.reason)
+    def log(self, left_to: str) -> None:
+        """Logs each collective that was left, to what, and why."""
+        for operation, site, reason in self._all_left():
+            fallback.log_once(operation, site, f"is left to {left_to}", reason)
 
-    def refuse_if_strict(self, which: str) -> None:
+    def refuse_if_strict(self, what: str) -> None:
         """Raises RuntimeError if JAX_INTRANODE_STRICT=1 and a collective was missed."""
-        missed = [decision for decision in self.decisions if decision.missed]
-        if not missed or not config.get().is_strict:
-            return
-        lines = ["  {} at {}: {}".format(*_named(d.equation), d.reason) for d in missed]
-        raise RuntimeError(
-            f"{which} were not replaced:\n"
-            + "\n".join(lines)
-            + "\nJAX_INTRANODE_STRICT=1 makes this an error. Fix the causes, compile this "
-            "program without install() and accelerate(), or unset the variable."
-        )
+        missed = [left for left in self._all_left() if reasons.is_missed(left[-1])]
+        fallback.refuse_missed(what, missed, "install() and accelerate()")
+
+    def _all_left(self) -> list[tuple[str, str, str]]:
+        """The operation, the call site and the reason of each collective that was left."""
+        return [
+            (*_operation_and_site(decision.equation), decision.reason)
+            for decision in self.decisions
+            if decision.reason is not None
+        ]
 
 
-def _named(equation: Any) -> tuple[str, str]:
+def _operation_and_site(equation: Any) -> tuple[str, str]:
     """The operation that a collective is, and its call site."""
     collective = lax_collectives.lax_collective(equation)
     assert collective is not None  # or nothing would have been decided
@@ -143,21 +134,19 @@ def choose(equation: Any, body: Body) -> Choice | None:
     collective = lax_collectives.lax_collective(equation)
     if collective is None or not collective.axes:  # over axes of vmap nothing is sent
         return None
-    found: Choice | str | None = body.reason or _reason_to_leave(equation, collective, body)
-    if found is None:
+    choice = None
+    reason = body.reason or _reason_to_leave(equation, collective, body)
+    if reason is None:
         primitive = BY_OPERATION[collective.operation]
         assert primitive.params is not None  # the record names lax's primitives
         params = primitive.params.of_lax(collective, _world_size(collective.axes, body))
         choice = Choice(primitive, params)
-        key = choice, *((v.aval.shape, v.aval.dtype) for v in equation.invars)
-        if key not in body.chosen:
-            body.chosen[key] = _reason_of_selection(equation, choice, body) or choice
-        found = body.chosen[key]
-    if not isinstance(found, Choice):
-        body.decide(equation, found)
-        return None
-    body.decide(equation, None)
-    return found
+        key = choice, *((operand.aval.shape, operand.aval.dtype) for operand in equation.invars)
+        if key not in body.selected:
+            body.selected[key] = _reason_of_selection(equation, choice, body)
+        reason = body.selected[key]
+    body.decide(equation, reason)
+    return choice if reason is None else None
 
 
 def replace(equation: Any, choice: Choice, body: Body) -> Any:
@@ -221,15 +210,15 @@ def is_gather(collective: lax_collectives.LaxCollective) -> bool:
     return record.gathers and not record.divides and record.reduction is None
 
 
-def collective_of(equation: Any, body: Body) -> lax_collectives.LaxCollective | None:
+def fusible_collective(equation: Any, body: Body) -> lax_collectives.LaxCollective | None:
     """The sum or all-gather of one array that an equation is, if it may be part of another one."""
-    found = lax_collectives.lax_collective(equation)
+    collective = lax_collectives.lax_collective(equation)
     if (
-        found is None
-        or not (is_sum(found) or is_gather(found))
+        collective is None
+        or not (is_sum(collective) or is_gather(collective))
         or len(equation.invars) > 1
         or not isinstance(equation.invars[0], Var)
-        or _reason_to_leave(equation, found, body) is not None
+        or _reason_to_leave(equation, collective, body) is not None
     ):
         return None
-    return dataclasses.replace(found, size=_world_size(found.axes, body))
+    return dataclasses.replace(collective, size=_world_size(collective.axes, body))

@@ -108,7 +108,7 @@ class _Program(jaxpr_edit.JaxprRewriter):
         if not record.taken():
             # What is taken is seen again when the shard_map is lowered; what is not, only here.
             record.refuse_if_strict("Collectives that XLA's partitioner adds to matmuls")
-            record.log("is left to XLA")
+            record.log("XLA")
             return equation
         return new.replace(
             invars=equation.invars,

@@ -32,7 +32,7 @@ from jax_intranode._src.jax_private import (
 from jax_intranode._src.ops.collective_matmul import matmul_all_reduce_p
 from jax_intranode._src.ops.lowering_site import LoweringSite
 from jax_intranode._src.rewrite import collectives, gathers, norms, scatters, sums
-from jax_intranode._src.rewrite.collectives import Body, body_of, collective_of
+from jax_intranode._src.rewrite.collectives import Body, body_of, fusible_collective
 from jax_intranode._src.rewrite.dataflow import Dataflow
 from jax_intranode._src.rewrite.fusion import Accepted, Fusion, Operation
 
@@ -103,7 +103,7 @@ class _Matmuls:
         collectives = {
             position: collective
             for position, equation in enumerate(equations)
-            if (collective := collective_of(equation, self._body)) is not None
+            if (collective := fusible_collective(equation, self._body)) is not None
         }
         if not collectives or not any(map(equation_kinds.dot_general, equations)):
             return equations

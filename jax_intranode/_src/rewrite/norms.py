@@ -16,7 +16,7 @@ from jax_intranode._src.operations import NORM, RECORDS, of_kind
 from jax_intranode._src.ops import norm_rules
 from jax_intranode._src.ops.lowering_site import LoweringSite
 from jax_intranode._src.rewrite import rows
-from jax_intranode._src.rewrite.collectives import Body, collective_of
+from jax_intranode._src.rewrite.collectives import Body, fusible_collective
 from jax_intranode._src.rewrite.dataflow import Dataflow
 from jax_intranode._src.rewrite.fusion import FARTHEST, Accepted, Replacement
 from jax_intranode._src.selection import select
@@ -32,7 +32,7 @@ def rewrite(equations: Sequence[Any], results: Sequence[Any], body: Body) -> Seq
     flow: Dataflow | None = None
     accepted: Accepted | None = None
     for position, equation in enumerate(equations):
-        collective = collective_of(equation, body)
+        collective = fusible_collective(equation, body)
         if collective is None or not may_be_normed(equation.invars[0].aval, collective, body.site):
             continue
         flow = flow or Dataflow(equations, results)

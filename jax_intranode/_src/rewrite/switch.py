@@ -258,7 +258,7 @@ def _rewrite_body(ctx: Any, params: dict[str, Any]) -> Any:
     rewritten, body = rewrite_shard_map(site, params)
     body.refuse_if_strict("Collectives of jax.lax")
     if mode.enabled.value != mode.PART:
-        body.log("is left to jax.lax")
+        body.log("jax.lax")
     _totals.program = lowering_context.lowering_program_name(ctx)
     _totals.taken += body.taken()
     _totals.left += body.left()

@@ -104,7 +104,7 @@ class Bodies:
         rewritten, record = rewrite_shard_map(self._site, equation.params)
         has_norm = any(e.primitive in _NORMS for e in jaxpr_walk.open_jaxpr(rewritten).eqns)
         left = [decision for decision in record.decisions if decision.reason is not None]
-        left.sort(key=lambda decision: not decision.missed)
+        left.sort(key=lambda decision: not reasons.is_missed(decision.reason))
         if left:
             return Judged(jaxpr, traced, left[0].reason, False)
         nothing = None if record.decisions else reasons.NO_COLLECTIVE
@@ -117,7 +117,7 @@ class Bodies:
             return None
         key = group.key()
         if key not in self._lowered:
-            source = source_of(group.members[0].found.operation)
+            source = source_of(group.members[0].candidate.operation)
             with call_sites.at(source):
                 lowered = judged.traced.lower().compiler_ir()
             self._lowered[key] = self._imported(judged, lowered)

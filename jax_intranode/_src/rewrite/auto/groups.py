@@ -17,7 +17,7 @@ from jax import lax
 from jax.extend.mlir import ir
 
 from jax_intranode._src.rewrite.auto.modules import FENCES, number, operands, operations
-from jax_intranode._src.rewrite.auto.operations import Found, Kind, aval
+from jax_intranode._src.rewrite.auto.operations import Candidate, Kind, aval
 from jax_intranode._src.rewrite.auto.plans import Axes, Plan, Spec, local_size
 from jax_intranode._src.rewrite.auto.program import Program
 from jax_intranode._src.rewrite.auto.tails import Tail
@@ -53,33 +53,38 @@ class Member:
     """An operation in a shard_map.
 
     Attributes:
-        found: the operation.
+        candidate: the operation.
         inputs: its operands.
         tail: what is computed from its sum, of the last inputs; None if nothing is.
     """
 
-    found: Found
+    candidate: Candidate
     inputs: list[Input]
     tail: Tail | None = None
 
     @property
+    def number(self) -> int:
+        """Identifies it in the program."""
+        return self.candidate.number
+
+    @property
     def kind(self) -> Kind:
         """What it computes."""
-        return self.found.kind
+        return self.candidate.kind
 
     @property
     def plan(self) -> Plan:
         """How it is computed."""
-        assert self.found.plan is not None  # or it would be no member
-        return self.found.plan
+        assert self.candidate.plan is not None  # or it would be no member
+        return self.candidate.plan
 
     def outputs(self) -> tuple[Any, ...]:
         """The values of the program that it makes, all sharded as its plan says."""
-        return self.tail.outputs if self.tail else (self.found.operation.results[0],)
+        return self.tail.outputs if self.tail else (self.candidate.operation.results[0],)
 
     def replaced(self) -> list[Any]:
         """The operations of the program that are not needed any more."""
-        return [self.found.operation, *(self.tail.operations if self.tail else ())]
+        return [self.candidate.operation, *(self.tail.operations if self.tail else ())]
 
     def with_tail(self, tail: Tail, program: Program) -> "Member | None":
         """The member with what follows its sum; None if its inputs are not known."""
@@ -89,18 +94,18 @@ class Member:
             if of is None or spec is None:
                 return None
             inputs.append(Input(value, of, spec))
-        return Member(self.found, [*self.inputs, *inputs], tail)
+        return Member(self.candidate, [*self.inputs, *inputs], tail)
 
     def compute(self, operands: Sequence[Any]) -> list[Any]:
         """Its results on a device, from its gathered operands."""
         assert self.kind.compute is not None  # as there is a plan
-        count = len(self.found.values)
+        count = len(self.candidate.values)
         result = self.plan.summed(self.kind.compute(*operands[:count]), self.kind.collective)
         return self.tail(result, operands[count:]) if self.tail else [result]
 
     def communicates(self) -> bool:
         """Whether it sends anything."""
-        return bool(self.gathered()) or self.found.sends
+        return bool(self.gathered()) or self.candidate.sends
 
     def gathered(self) -> list[Input]:
         """The operands that are gathered."""
@@ -114,7 +119,7 @@ class Member:
         if gathered and not self.plan.sums:
             return "gather", *((one.value, one.gathers) for one in gathered)
         if not gathered and not self.plan.scatters:
-            return self.kind.collective, self.plan.sums, self.found.avals[0].dtype
+            return self.kind.collective, self.plan.sums, self.candidate.avals[0].dtype
         return None
 
     def nbytes(self, sizes: Mapping[str, int]) -> int:
@@ -125,10 +130,10 @@ class Member:
             held *= math.prod(sizes[axis] for _, axes in one.gathers for axis in axes)
             largest = max(largest, held * one.aval.dtype.itemsize)
         if self.plan.sums:
-            shape = ir.RankedTensorType(self.found.operation.results[0].type).shape
+            shape = ir.RankedTensorType(self.candidate.operation.results[0].type).shape
             held = local_size(shape, self.plan.result, sizes) or 0
             held *= math.prod(sizes[axis] for each in self.plan.scatters for axis in each.axes)
-            largest = max(largest, held * self.found.avals[0].dtype.itemsize)
+            largest = max(largest, held * self.candidate.avals[0].dtype.itemsize)
         return largest
 
     def key(self) -> Any:
@@ -188,17 +193,17 @@ class Group:
         return types, tuple(map(tuple, where)), tuple(member.key() for member in self.members)
 
 
-def member_of(found: Found, gathered: Mapping[Any, Found]) -> Member:
+def member_of(candidate: Candidate, gathered: Mapping[Any, Candidate]) -> Member:
     """An operation as a member. An operand that a reshard gathers is gathered in the same body.
 
     Args:
-        found: the operation.
+        candidate: the operation.
         gathered: the reshards of its block that gather, by their results.
     """
-    plan = found.plan
+    plan = candidate.plan
     assert plan is not None  # or there would be nothing to replace
     inputs = []
-    for operand, (value, of) in enumerate(zip(found.values, found.avals, strict=True)):
+    for operand, (value, of) in enumerate(zip(candidate.values, candidate.avals, strict=True)):
         spec = plan.operands[operand]
         own: Gathers = tuple((g.dimension, g.axes) for g in plan.gathers if g.operand == operand)
         reshard = gathered.get(value)
@@ -210,7 +215,7 @@ def member_of(found: Found, gathered: Mapping[Any, Found]) -> Member:
                 of = reshard.avals[0]  # an all_gather's result has another shape
                 own = (*((g.dimension, g.axes) for g in gathering.gathers), *own)
         inputs.append(Input(value, of, spec, own))
-    return Member(found, inputs)
+    return Member(candidate, inputs)
 
 
 @dataclass(frozen=True)
@@ -236,7 +241,7 @@ def replace(
         sizes: the sizes of the mesh's axes.
         insert: inserts the shard_map of a group; returns the new operations, in order.
     """
-    by_operation = {number(member.found.operation): member for member in members}
+    by_operation = {member.number: member for member in members}
     gone = {number(o) for member in members for o in member.replaced()} - by_operation.keys()
     order = Waiting()
     opened: dict[Any, Group] = {}

@@ -18,7 +18,7 @@ from jax_intranode._src import reasons
 from jax_intranode._src.jax_private import mlir_text
 from jax_intranode._src.operations import COLLECTIVE, of_kind
 from jax_intranode._src.rewrite.auto import partitioner, plans
-from jax_intranode._src.rewrite.auto.modules import dot_dimensions, integer, splat
+from jax_intranode._src.rewrite.auto.modules import dot_dimensions, integer, number, splat
 from jax_intranode._src.rewrite.auto.plans import Axes, Gather, Labels, Plan, Sum
 from jax_intranode._src.rewrite.auto.program import Program
 
@@ -49,8 +49,8 @@ class Kind:
 
 
 @dataclass(frozen=True)
-class Found:
-    """An operation that communicates.
+class Candidate:
+    """An operation that may communicate.
 
     Attributes:
         operation: the MLIR operation.
@@ -67,6 +67,11 @@ class Found:
     avals: tuple[Any, ...]
     plan: Plan | None
     reason: str | None
+
+    @property
+    def number(self) -> int:
+        """Identifies it in the program."""
+        return number(self.operation)
 
     @property
     def sends(self) -> bool:
@@ -184,7 +189,7 @@ def _reduce(operation: Any) -> Kind:
     )
 
 
-def find(operation: Any, program: Program) -> Found | None:
+def find(operation: Any, program: Program) -> Candidate | None:
     """An operation with its plan, or why it is left; None if it sends nothing and has no plan."""
     if operation.name in COLLECTIVES:
         return _collective(operation, program)
@@ -199,7 +204,7 @@ def find(operation: Any, program: Program) -> Found | None:
     if key not in program.decisions:
         program.decisions[key] = _decide(kind, avals, result, specs, program.mesh)
     decided = program.decisions[key]
-    return None if decided is None else Found(operation, kind, values, avals, *decided)
+    return None if decided is None else Candidate(operation, kind, values, avals, *decided)
 
 
 def _decide(
@@ -261,7 +266,7 @@ COLLECTIVES = frozenset(
 )
 
 
-def _collective(operation: Any, program: Program) -> Found:
+def _collective(operation: Any, program: Program) -> Candidate:
     """A collective over manual axes, whose operand may be sharded over other axes."""
     name, attributes = operation.name.removeprefix("stablehlo."), operation.attributes
     values = tuple(operation.operands)
@@ -272,41 +277,43 @@ def _collective(operation: Any, program: Program) -> Found:
 
     collective = "psum"
 
-    def found(plan: Plan | None, reason: str | None = None, compute: Any = lambda x: x) -> Found:
+    def planned(
+        plan: Plan | None, reason: str | None = None, compute: Any = lambda x: x
+    ) -> Candidate:
         key = name, collective, tuple(dimensions), axes
         kind = Kind(name, key, labels, compute, 1, reason or "", axes or (), collective)
-        return Found(operation, kind, values, avals, plan, reason)
+        return Candidate(operation, kind, values, avals, plan, reason)
 
     names = {"all_gather": ["all_gather_dim"], "reduce_scatter": ["scatter_dimension"]}
     names["all_to_all"] = ["split_dimension", "concat_dimension"]
     dimensions = [integer(attributes[of]) for of in names.get(name, [])]
     spec, after = program.spec(values[0]), program.spec(operation.results[0])
     if axes is None:
-        return found(None, reasons.GROUPS_OF_NO_AXES)
+        return planned(None, reasons.GROUPS_OF_NO_AXES)
     if len(values) != 1 or None in avals:
-        return found(None, reasons.SEVERAL_OPERANDS if len(values) > 1 else reasons.UNKNOWN_DTYPE)
+        return planned(None, reasons.SEVERAL_OPERANDS if len(values) > 1 else reasons.UNKNOWN_DTYPE)
     for block in (block for region in operation.regions for block in region.blocks):
         reduction = _reduction(block)
         if reduction is None or (name == "reduce_scatter" and reduction[1] != "psum"):
-            return found(None, reasons.NO_SUM)
+            return planned(None, reasons.NO_SUM)
         collective = reduction[1]
     if spec is None or spec != after or any(spec[dimension] for dimension in dimensions):
-        return found(None, reasons.DIMENSION_OF_AUTO_AXES)
+        return planned(None, reasons.DIMENSION_OF_AUTO_AXES)
     for value in (values[0], operation.results[0]):
         shape = ir.RankedTensorType(value.type).shape
         if plans.local_size(shape, spec, dict(program.mesh.shape)) is None:
-            return found(None, reasons.UNEVEN)
+            return planned(None, reasons.UNEVEN)
     plan = Plan((spec,), (), (), spec)
     if name == "all_reduce":
-        return found(dataclasses.replace(plan, sums=(Sum(axes),)))
+        return planned(dataclasses.replace(plan, sums=(Sum(axes),)))
     if name == "reduce_scatter":
-        return found(dataclasses.replace(plan, sums=(Sum(axes, dimensions[0]),)))
+        return planned(dataclasses.replace(plan, sums=(Sum(axes, dimensions[0]),)))
     if name == "all_gather":
-        return found(dataclasses.replace(plan, gathers=(Gather(0, dimensions[0], axes),)))
+        return planned(dataclasses.replace(plan, gathers=(Gather(0, dimensions[0], axes),)))
     if name != "all_to_all":
-        return found(None, reasons.NOT_IN_AUTO.of(name=name))
+        return planned(None, reasons.NOT_IN_AUTO.of(name=name))
     split, concat = dimensions
-    return found(plan, None, lambda x: lax.all_to_all(x, axes, split, concat, tiled=True))
+    return planned(plan, None, lambda x: lax.all_to_all(x, axes, split, concat, tiled=True))
 
 
 def _axes_of(groups: Any, mesh: Any) -> Axes | None:

@@ -26,7 +26,7 @@ _OF_PARTS = frozenset({"stablehlo.slice", "stablehlo.dynamic_slice"})
 
 def overlapped(members: Sequence[Member], block: Any, sizes: Mapping[str, int]) -> dict[int, str]:
     """Why some members of a block are left, by the numbers of their operations."""
-    bits = {number(m.found.operation): 2 << i for i, m in enumerate(members)}
+    bits = {m.number: 2 << i for i, m in enumerate(members)}
     # What each value needs: bit 0 says a matmul, the others are those of the members.
     needs: dict[Any, int] = {}
     places: dict[int, int] = {}
@@ -49,12 +49,12 @@ def overlapped(members: Sequence[Member], block: Any, sizes: Mapping[str, int]) 
     def begins(member: Member) -> int:
         """Where it can begin: a gather behind its operand, a sum behind its operation."""
         makers = [owner(one.value) for one in member.gathered()]
-        own = places[number(member.found.operation)]
+        own = places[member.number]
         return min([own, *(places.get(number(m), -1) if m else -1 for m in makers)])
 
     combined: dict[Any, list[Member]] = {}
     for index, member in enumerate(members):
-        own = number(member.found.operation)
+        own = member.number
         gathered = member.gathered()
         key: Any = own
         if gathered and not any(needs.get(one.value, 0) & 1 for one in gathered):
@@ -70,10 +70,10 @@ def overlapped(members: Sequence[Member], block: Any, sizes: Mapping[str, int]) 
         if sum(member.nbytes(sizes) for member in together) <= sums.OVERLAPPED_BYTES:
             continue
         for member in together:
-            start, own = begins(member), number(member.found.operation)
+            start, own = begins(member), member.number
             if any(at > start and not mask & bits[own] for at, mask in heavy):
                 reason = reasons.OVERLAPS_SEVERAL if len(together) > 1 else reasons.OVERLAPS
-                left |= {number(m.found.operation): reason for m in together}
+                left |= {m.number: reason for m in together}
                 break
     return left
 

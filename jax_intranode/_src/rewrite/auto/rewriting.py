@@ -38,21 +38,19 @@ from jax_intranode._src.rewrite.auto.modules import (
     number,
     operations,
 )
-from jax_intranode._src.rewrite.auto.operations import Found, find
+from jax_intranode._src.rewrite.auto.operations import Candidate, find
 from jax_intranode._src.rewrite.auto.program import Program
-from jax_intranode._src.selection import config
 
 _log = logging.getLogger("jax_intranode")
 
 # For tests: XLA gets the propagated copy even if nothing of it was replaced.
 propagated_only = False
 
-# Operations without a plan that were found to send nothing, or that end a block.
-_TAKES_SHARDS = frozenset(
-    {
-        *("func.return", "return", "stablehlo.return", "sdy.return"),
-        *("stablehlo.dot_general", "stablehlo.dot", "stablehlo.reduce"),
-    }
+# Operations that take an operand as it is sharded: the ends of blocks, and those that send nothing
+# if they have no plan.
+_TAKE_SHARDS = frozenset(
+    {"return", *(f"{dialect}.return" for dialect in ("func", "stablehlo", "sdy"))}
+    | {f"stablehlo.{name}" for name in ("dot_general", "dot", "reduce")}
 )
 
 
@@ -84,11 +82,6 @@ class Record:
     in_loop: bool = False
     in_branch: bool = False
     number: int = 0
-
-    @property
-    def missed(self) -> bool:
-        """Whether it was left although this package might be faster."""
-        return self.reason is not None and reasons.cause_of(self.reason) == reasons.REFUSED
 
 
 @dataclass
@@ -145,7 +138,12 @@ def outcome_of(module: Any, devices: Sequence[Any], platforms: Sequence[str]) ->
         with mode.enabled(mode.PART):
             known[key] = _rewritten(module, tuple(devices), tuple(platforms))
     if not _explaining.value:
-        _refuse_if_strict(known[key])
+        missed = [r for r in known[key].records if reasons.is_missed(r.reason)]
+        fallback.refuse_missed(
+            "Collectives that XLA's partitioner adds",
+            [(record.operation, record.source, record.reason or "") for record in missed],
+            "install(auto=True) and accelerate(auto=True)",
+        )
     return known[key]
 
 
@@ -180,13 +178,9 @@ def _rewritten(module: Any, devices: Any, platforms: tuple[str, ...]) -> Outcome
     except failures.CommunicationError:
         raise  # a peer is gone, and XLA would wait for it
     except Exception as error:
-        outcome.module, outcome.reason = None, f"{type(error).__name__}: {error}"
-        _log.warning(
-            "%s is left to XLA, because rewriting it failed: %s: %s",
-            name,
-            type(error).__name__,
-            " ".join(str(error).split())[:300],
-        )
+        kind, text = type(error).__name__, " ".join(str(error).split())[:300]
+        outcome.module, outcome.reason = None, f"{kind}: {error}"
+        _log.warning("%s is left to XLA, because rewriting it failed: %s: %s", name, kind, text)
         _log.debug("The error in full:", exc_info=True)
         return outcome
     if outcome.reason is not None:
@@ -198,36 +192,6 @@ def _rewritten(module: Any, devices: Any, platforms: tuple[str, ...]) -> Outcome
         if record.reason is not None:
             fallback.log_once(record.operation, record.source, "is left to XLA", record.reason)
     return outcome
-
-
-def _refuse_if_strict(outcome: Outcome) -> None:
-    missed = [record for record in outcome.records if record.missed]
-    if not missed or not config.get().is_strict:
-        return
-    lines = [f"  {r.operation} at {r.source}: {r.reason}" for r in missed]
-    raise RuntimeError(
-        "Collectives that XLA's partitioner adds were not replaced:\n"
-        + "\n".join(lines)
-        + "\nJAX_INTRANODE_STRICT=1 makes this an error. Fix the causes, compile this program "
-        "without install(auto=True) and accelerate(auto=True), or unset the variable."
-    )
-
-
-def _share_a_reshape(found: Sequence[Found], left: Collection[int]) -> bool:
-    """Whether dots that XLA still partitions share an operand with a dimension of one element.
-
-    For GPUs XLA makes dots without such dimensions before it partitions, and so all between them.
-    Where a shard_map is in between, it reshapes the operand for each dot instead, and would send
-    it for each.
-    """
-    shared = Counter(
-        value
-        for each in found
-        if each.kind.name == "dot_general" and (each.plan is None or number(each.operation) in left)
-        for value in {*each.values}
-        if 1 in ir.RankedTensorType(value.type).shape
-    )
-    return any(count > 1 for count in shared.values())
 
 
 class _Rewriting:
@@ -244,43 +208,37 @@ class _Rewriting:
         self._sizes = dict(self._mesh.shape)
         self._site = LoweringSite(self._mesh, frozenset(self._mesh.axis_names), platforms)
         self._bodies = Bodies(name.removeprefix("jit_"), self._program, self._site)
-        self._replaced: dict[Any, Any] = {}
+        self._new_values: dict[Any, Any] = {}  # by the values whose place they have taken
         self._dead: list[Any] = []
         self._calls = 0
 
     def run(self) -> None:
         """Rewrites the program; the outcome has its module if anything was replaced."""
-        blocks = [(block, m, self._found(block)) for block, m in self._program.blocks()]
-        if not any(each.plan for _, _, found in blocks for each in found):
-            for _, _, found in blocks:
-                self._leave_all(found, None)
-            if propagated_only:
-                self._finish()
+        blocks = [(block, axes, self._candidates(block)) for block, axes in self._program.blocks()]
+        has_plans = any(candidate.plan for *_, candidates in blocks for candidate in candidates)
+        reason = None
+        if has_plans:
+            reason = self._site.traced_here().reason_for_lax()
+            reason = reason or agreement.reason_for_no_auto(self._mesh)
+        replacements: list[Any] = []
+        for block, manual_axes, candidates in blocks:
+            if has_plans and reason is None and not propagated_only:
+                replacements += self._rewrite_block(block, manual_axes, candidates)
+            else:
+                self._leave(candidates, reason or "for a test")
+        if replacements:
+            text = json.dumps(sorted(replacements))
+            reason = agreement.same_everywhere(self._mesh, self._fingerprint, text)
+        if reason is None and (replacements or propagated_only):
+            reason = self._finish()
+        if reason is None:
             self._log_totals()
             return
-        reason = self._site.traced_here().reason_for_lax()
-        if reason is None:
-            reason = agreement.reason_for_no_auto(self._mesh)
-        taken = []
-        for block, manual, found in blocks:
-            if reason is not None or propagated_only:
-                self._leave_all(found, reason or "for a test")
-            else:
-                taken += self._rewrite_block(block, manual, found)
-        if taken:
-            reason = agreement.same_everywhere(
-                self._mesh, self._fingerprint, json.dumps(sorted(taken))
-            )
-        if reason is None and (taken or propagated_only):
-            reason = self._finish()
-        if reason is not None:
-            self._outcome.records = [
-                dataclasses.replace(r, reason=r.reason or reason, jaxpr=None)
-                for r in self._outcome.records
-            ]
-            self._outcome.reason = reason
-        else:
-            self._log_totals()
+        self._outcome.reason = reason
+        self._outcome.records = [
+            dataclasses.replace(record, reason=record.reason or reason, jaxpr=None)
+            for record in self._outcome.records
+        ]
 
     def _fingerprint(self) -> str:
         """Identifies the program in all processes, without what differs between them."""
@@ -302,149 +260,215 @@ class _Rewriting:
             _log.info(
                 "Lowered %s: %d operations that XLA's partitioner would add collectives to became "
                 "%d of this package, %d are left.",
-                self._name,
-                len(self._outcome.records) - left,
-                self._calls,
-                left,
+                *(self._name, len(self._outcome.records) - left, self._calls, left),
             )
 
-    def _found(self, block: Any) -> list[Found]:
+    def _candidates(self, block: Any) -> list[Candidate]:
         """The operations of a block that communicate or use what one gathers, in order."""
-        found: list[Found] = []
+        candidates: list[Candidate] = []
         gathered: set[Any] = set()
         for operation in operations(block):
-            each = find(operation, self._program)
-            if each is not None and (each.sends or not gathered.isdisjoint(each.values)):
-                found.append(each)
-                if each.is_gather:
+            candidate = find(operation, self._program)
+            if candidate is None:
+                continue
+            if candidate.sends or not gathered.isdisjoint(candidate.values):
+                candidates.append(candidate)
+                if candidate.is_gather:
                     gathered.add(operation.results[0])
-        return found
+        return candidates
 
-    def _leave_all(self, found: Sequence[Found], reason: str | None) -> None:
-        for each in found:
-            if each.plan is None:
-                self._record(each, each.reason)
-            elif each.sends:
-                self._record(each, reason)
+    # What became of an operation.
+
+    def _leave(self, candidates: Sequence[Candidate], reason: str) -> None:
+        """Records that operations are left: those without a plan for a reason of their own."""
+        for candidate in candidates:
+            if candidate.plan is None or candidate.sends:
+                self._record(candidate, candidate.reason or reason)
 
     def _record(
         self,
-        found: Found,
+        candidate: Candidate,
         reason: str | None,
         jaxpr: Any = None,
         sources: tuple[str, ...] = (),
     ) -> None:
-        plan = found.plan
-        axes: dict[str, None] = dict.fromkeys(found.kind.axes)
-        if plan is not None:
-            for of in (*(g.axes for g in plan.gathers), *(each.axes for each in plan.sums)):
-                axes.update(dict.fromkeys(of))
-        around = []
-        parent = found.operation.parent
+        axes: dict[str, None] = dict.fromkeys(candidate.kind.axes)
+        if candidate.plan is not None:
+            steps: tuple[plans.Gather | plans.Sum, ...]
+            steps = (*candidate.plan.gathers, *candidate.plan.sums)
+            for step in steps:
+                axes.update(dict.fromkeys(step.axes))
+        around = set()
+        parent = candidate.operation.parent
         while parent is not None and parent.operation.name != "func.func":
-            around.append(parent.operation.name)
+            around.add(parent.operation.name)
             parent = parent.operation.parent
         self._outcome.records.append(
             Record(
-                found.kind.name,
-                source_of(found.operation),
-                tuple(a for a in found.avals if a is not None),
+                candidate.kind.name,
+                source_of(candidate.operation),
+                tuple(aval for aval in candidate.avals if aval is not None),
                 tuple(axes),
                 reason,
                 jaxpr,
                 sources,
                 in_loop="stablehlo.while" in around,
-                in_branch=bool({"stablehlo.case", "stablehlo.if"} & {*around}),
-                number=number(found.operation),
+                in_branch=bool({"stablehlo.case", "stablehlo.if"} & around),
+                number=candidate.number,
             )
         )
 
+    # What of a block is replaced.
+
     def _rewrite_block(
-        self, block: Any, manual: frozenset[str], found: Sequence[Found]
+        self, block: Any, manual_axes: frozenset[str], candidates: Sequence[Candidate]
     ) -> list[Any]:
         """Replaces what it can; returns what identifies that."""
-        gathered = {each.operation.results[0]: each for each in found if each.is_gather}
-        for each in found:
-            if each.plan is None:
-                self._record(each, each.reason)
-        members = [groups.member_of(each, gathered) for each in found if each.plan is not None]
+        self._leave([candidate for candidate in candidates if candidate.plan is None], "")
+        gathers = {c.operation.results[0]: c for c in candidates if c.is_gather}
+        members = [groups.member_of(c, gathers) for c in candidates if c.plan is not None]
         members = [member for member in members if member.communicates()]
-        left = overlap.overlapped(members, block, self._sizes) if self._on_gpus() else {}
-        if self._on_gpus() and overlap.permutes(block, self._program) >= len(members):
-            left.update((number(m.found.operation), reasons.PERMUTES) for m in members)
-        known = {number(each.operation): each for each in found}
+        left = self._left_before(members, candidates, block)
         for member in members:
-            if member.plan.scatters and not member.kind.axes and not self._fits(member, known):
-                left.setdefault(number(member.found.operation), reasons.WHOLE_SUM)
-        if self._on_gpus() and _share_a_reshape(found, left):
-            for member in members:
-                if any(1 in aval.shape for aval in member.found.avals):
-                    left.setdefault(number(member.found.operation), reasons.SHORTER)
-        for member in members:
-            if reason := left.get(number(member.found.operation)):
-                self._record(member.found, reason)
-        members = [m for m in members if number(m.found.operation) not in left]
-        members = [m for m in members if not self._is_only_joined(m, members)]
-        taken: list[Any] = []
+            if reason := left.get(member.number):
+                self._record(member.candidate, reason)
+        members = [member for member in members if member.number not in left]
+        members = [member for member in members if not self._all_users_gather(member, members)]
+        members = self._accepted(members)
+        members = [self._with_norm(member, block, members) for member in members]
+        replacements: list[Any] = []
 
         def insert(group: Group) -> list[Any]:
-            taken.append([number(group.members[-1].found.operation), repr(group.key())])
-            return self._insert(group, manual)
+            replacements.append([group.members[-1].number, repr(group.key())])
+            return self._insert(group, manual_axes)
 
-        members = self._accepted(members)
-        normed = [self._with_norm(m, block, members) for m in members]
-        groups.replace(block, normed, self._sizes, insert)
-        return taken
+        groups.replace(block, members, self._sizes, insert)
+        return replacements
 
-    def _accepted(self, members: list[Any]) -> list[Any]:
+    def _left_before(
+        self, members: Sequence[Member], candidates: Sequence[Candidate], block: Any
+    ) -> dict[int, str]:
+        """Why members are left whatever would run of them, by their numbers."""
+        left: dict[int, str] = {}
+        if self._on_gpus():
+            left = overlap.overlapped(members, block, self._sizes)
+            if overlap.permutes(block, self._program) >= len(members):
+                left = {member.number: reasons.PERMUTES for member in members}
+        by_number = {candidate.number: candidate for candidate in candidates}
+        for member in members:
+            is_scattered = member.plan.scatters and not member.kind.axes
+            if is_scattered and not self._all_users_take_shards(member, by_number):
+                left.setdefault(member.number, reasons.WHOLE_SUM)
+        if self._on_gpus() and _share_a_reshape(candidates, left):
+            for member in members:
+                if any(1 in aval.shape for aval in member.candidate.avals):
+                    left.setdefault(member.number, reasons.SHORTER)
+        return left
+
+    def _on_gpus(self) -> bool:
+        return self._mesh.devices.flat[0].platform == "gpu"
+
+    def _all_users_take_shards(self, member: Member, candidates: dict[int, Candidate]) -> bool:
+        """Whether all users of a scattered sum take it as it is sharded.
+
+        XLA scatters some sums by an all-reduce, and lets the other users have all of it.
+        """
+        values = [member.candidate.operation.results[0]]
+        while values:
+            value = values.pop()
+            spec = self._program.spec(value)
+            for use in value.uses:
+                user = use.owner.operation
+                candidate = candidates.get(number(user))
+                if candidate is not None:
+                    if number(user) in self._program.added or candidate.plan is None:
+                        return False
+                    if candidate.plan.operands[use.operand_number] != spec:
+                        return False
+                elif user.name in ("sdy.reshard", "sdy.sharding_constraint"):
+                    if self._program.spec(user.results[0]) != spec:
+                        return False
+                    values.append(user.results[0])
+                elif user.name == "stablehlo.transpose":
+                    order = ir.DenseI64ArrayAttr(user.attributes["permutation"])
+                    transposed = None if spec is None else tuple(spec[i] for i in order)
+                    if spec is None or self._program.spec(user.results[0]) != transposed:
+                        return False
+                    values.append(user.results[0])
+                elif user.name not in _TAKE_SHARDS:
+                    alike = [result for result in user.results if result.type == value.type]
+                    if not alike or self._program.spec(alike[0]) != spec:
+                        return False
+        return True
+
+    def _all_users_gather(self, member: Member, members: Sequence[Member]) -> bool:
+        """Whether a member is a reshard whose users are members that gather its operand."""
+        if not member.candidate.is_gather:
+            return False
+        result = member.candidate.operation.results[0]
+        gathering = {
+            other.number
+            for other in members
+            if result in other.candidate.values
+            and all(operand.value != result for operand in other.inputs)
+        }
+        return {number(use.owner.operation) for use in result.uses} <= gathering
+
+    def _accepted(self, members: Sequence[Member]) -> list[Member]:
         """The members that this package would run.
 
         XLA gathers an array once for all operations that use it. If one of them is left, all are.
         """
-        left = {id(m): self._bodies.judged(Group([m])).left for m in members}
-        by_gather: dict[Any, list[Any]] = {}
+        left = {member.number: self._bodies.judged(Group([member])).left for member in members}
+        by_gather: dict[Any, list[Member]] = {}
         for member in members:
-            for one in member.gathered():
-                by_gather.setdefault((one.value, one.spec, one.gathers), []).append(member)
-        todo = [m for m in members if left[id(m)] is not None]
-        while todo:
-            member = todo.pop()
+            for operand in member.gathered():
+                gather = operand.value, operand.spec, operand.gathers
+                by_gather.setdefault(gather, []).append(member)
+        changed = True
+        while changed:
+            changed = False
             for sharing in by_gather.values():
-                if any(other is member for other in sharing):
-                    for other in sharing:
-                        if left[id(other)] is None:
-                            left[id(other)] = reasons.SHARED
-                            todo.append(other)
+                ours = [member for member in sharing if left[member.number] is None]
+                if 0 < len(ours) < len(sharing):
+                    left.update((member.number, reasons.SHARED) for member in ours)
+                    changed = True
         for member in members:
-            reason = left[id(member)]
+            reason = left[member.number]
             if reason is not None and member.communicates():
-                self._record(member.found, reason)
-        return [m for m in members if left[id(m)] is None]
+                self._record(member.candidate, reason)
+        return [member for member in members if left[member.number] is None]
 
     def _with_norm(self, member: Member, block: Any, members: Sequence[Member]) -> Member:
         """A member, with the norm behind its sum if this package makes one operation of both."""
         if len(member.plan.sums) != 1 or member.kind.axes or member.kind.collective != "psum":
             return member
-        (of,) = member.plan.sums
-        total = member.found.operation.results[0]
-        ranks = math.prod(self._sizes[axis] for axis in of.axes)
+        ((axes, dimension),) = [(step.axes, step.dimension) for step in member.plan.sums]
+        total = member.candidate.operation.results[0]
+        ranks = math.prod(self._sizes[axis] for axis in axes)
         shape = [
-            plans.local_size((n,), (axes,), self._sizes)
-            for n, axes in zip(total.type.shape, member.plan.result, strict=True)
+            plans.local_size((length,), (over,), self._sizes)
+            for length, over in zip(total.type.shape, member.plan.result, strict=True)
         ]
-        if of.dimension is not None:
-            shape[of.dimension] *= ranks
-        kind = "psum" if of.dimension is None else "psum_scatter"
+        if dimension is not None:
+            shape[dimension] *= ranks
         collective = lax_collectives.LaxCollective(
-            kind, of.axes, False, None, False, of.dimension or 0, True, ranks, 0
+            operation="psum" if dimension is None else "psum_scatter",
+            axes=axes,
+            over_vmap=False,
+            index_groups=None,
+            invariant=False,
+            dimension=dimension or 0,
+            tiled=True,
+            size=ranks,
+            concat=0,
         )
-        x = jax.ShapeDtypeStruct(shape, member.found.avals[0].dtype)
+        x = jax.ShapeDtypeStruct(shape, member.candidate.avals[0].dtype)
         if not norms.may_be_normed(x, collective, self._site):
             return member
         all_of_block = operations(block)
-        numbers = [number(operation) for operation in all_of_block]
-        taken = {number(m.found.operation) for m in members}
-        start = numbers.index(number(member.found.operation))
+        start = [number(operation) for operation in all_of_block].index(member.number)
+        taken = {other.number for other in members}
         for tail in tails.tails(total, all_of_block, start, taken, self._program):
             longer = member.with_tail(tail, self._program)
             if longer is not None:
@@ -453,69 +477,21 @@ class _Rewriting:
                     return longer
         return member
 
-    def _on_gpus(self) -> bool:
-        return self._mesh.devices.flat[0].platform == "gpu"
-
-    def _fits(self, member: Any, known: dict[int, Found]) -> bool:
-        """Whether all users of a scattered sum take it as it is sharded.
-
-        XLA scatters some sums by an all-reduce, and lets the other users have all of it.
-        """
-        todo = [member.found.operation.results[0]]
-        while todo:
-            value = todo.pop()
-            spec = self._program.spec(value)
-            for use in value.uses:
-                user = use.owner.operation
-                each = known.get(number(user))
-                if each is not None:
-                    if number(user) in self._program.added:
-                        return False
-                    if each.plan is None or each.plan.operands[use.operand_number] != spec:
-                        return False
-                elif user.name in ("sdy.reshard", "sdy.sharding_constraint"):
-                    if self._program.spec(user.results[0]) != spec:
-                        return False
-                    todo.append(user.results[0])
-                elif user.name == "stablehlo.transpose":
-                    order = ir.DenseI64ArrayAttr(user.attributes["permutation"])
-                    if spec is None or self._program.spec(user.results[0]) != tuple(
-                        spec[i] for i in order
-                    ):
-                        return False
-                    todo.append(user.results[0])
-                elif user.name not in _TAKES_SHARDS:
-                    same = [r for r in user.results if r.type == value.type]
-                    if not same or self._program.spec(same[0]) != spec:
-                        return False
-        return True
-
-    def _is_only_joined(self, reshard: Any, members: Sequence[Any]) -> bool:
-        """Whether all users of a reshard gather its operand themselves."""
-        if not reshard.found.is_gather:
-            return False
-        result = reshard.found.operation.results[0]
-        joined = {
-            number(m.found.operation)
-            for m in members
-            if result in m.found.values and result not in [one.value for one in m.inputs]
-        }
-        return {number(use.owner.operation) for use in result.uses} <= joined
-
-    def _insert(self, group: Group, manual: frozenset[str]) -> list[Any]:
+    def _insert(self, group: Group, manual_axes: frozenset[str]) -> list[Any]:
+        """Inserts the shard_map of a group; returns the new operations, in order."""
         body = self._bodies.lowered(group)
-        if body is None and len(group.members) > 1:
-            alone = [self._insert(Group([m]), manual) for m in group.members]
-            return [each for one in alone for each in one]
         if body is None:
-            raise RuntimeError("a shard_map is not lowered as expected")
-        last = group.members[-1].found.operation
-        inputs, _ = group.inputs()
+            if len(group.members) == 1:
+                raise RuntimeError("a shard_map is not lowered as expected")
+            apart = (self._insert(Group([member]), manual_axes) for member in group.members)
+            return [operation for inserted in apart for operation in inserted]
+        last = group.members[-1].candidate.operation
+        operands, _ = group.inputs()
         new = body.operation.clone(ip=ir.InsertionPoint(last)).operation
-        for index, one in enumerate(inputs):
-            new.operands[index] = self._replaced.get(one.value, one.value)
-        if manual:  # a region of a partly manual shard_map has bound these
-            names = [a for a in self._mesh.axis_names if a not in manual]
+        for index, operand in enumerate(operands):
+            new.operands[index] = self._new_values.get(operand.value, operand.value)
+        if manual_axes:  # a region of a partly manual shard_map has bound these
+            names = [axis for axis in self._mesh.axis_names if axis not in manual_axes]
             new.attributes["manual_axes"] = manual_axes_attribute(names)
         # XLA gives the results of a manual computation other shardings where simplifications, such
         # as of two reshapes, leave its users nothing to do; not where something is in between.
@@ -526,11 +502,29 @@ class _Rewriting:
                 raise RuntimeError(f"{result.type} would take the place of {old.type}")
             results.append(self._program.constrained(result, spec, last))
             old.replace_all_uses_with(results[-1])
-            self._replaced[old] = results[-1]
-        sources = tuple(source_of(member.found.operation) for member in group.members)
+            self._new_values[old] = results[-1]
+        sources = tuple(source_of(member.candidate.operation) for member in group.members)
         for index, member in enumerate(group.members):
             jaxpr = body.judged.jaxpr if index == 0 else None
-            self._record(member.found, None, jaxpr, () if index else sources)
+            self._record(member.candidate, None, jaxpr, () if index else sources)
             self._dead += member.replaced()
         self._calls += body.calls
         return [new, *(result.owner.operation for result in results)]
+
+
+def _share_a_reshape(candidates: Sequence[Candidate], left: Collection[int]) -> bool:
+    """Whether dots that XLA still partitions share an operand with a dimension of one element.
+
+    For GPUs XLA makes dots without such dimensions before it partitions, and so all between them.
+    Where a shard_map is in between, it reshapes the operand for each dot instead, and would send
+    it for each.
+    """
+    users = Counter(
+        value
+        for candidate in candidates
+        if candidate.kind.name == "dot_general"
+        and (candidate.plan is None or candidate.number in left)
+        for value in {*candidate.values}
+        if 1 in ir.RankedTensorType(value.type).shape
+    )
+    return any(count > 1 for count in users.values())

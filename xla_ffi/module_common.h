@@ -95,7 +95,7 @@ void ExportMemory(nb::module_& m) {
         std::string data(bytes, 0);
         {
           nb::gil_scoped_release release;
-          Backend::ReadBytes(device, address, data.data(), bytes);
+          Backend::Copy(device, data.data(), reinterpret_cast<void*>(address), bytes);
         }
         return BytesOf(data);
       },
@@ -105,7 +105,7 @@ void ExportMemory(nb::module_& m) {
       [](int device, uintptr_t address, nb::bytes data) {
         const std::string copy(data.c_str(), data.size());
         nb::gil_scoped_release release;
-        Backend::WriteBytes(device, address, copy.data(), copy.size());
+        Backend::Copy(device, reinterpret_cast<void*>(address), copy.data(), copy.size());
       },
       nb::arg("device"), nb::arg("address"), nb::arg("data"));
   m.def("load_kernels", Backend::LoadAllKernels, nb::arg("device"), without_gil);

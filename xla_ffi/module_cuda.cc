@@ -9,7 +9,6 @@
 #include "cuda/pipelined_matmul.h"
 #include "cuda/slab.h"
 #include "ffi/collectives_cuda.h"
-#include "ffi/peer_cuda.h"
 #include "ffi/platform_cuda.h"
 #include "module_common.h"
 #include "text.h"
@@ -31,8 +30,7 @@ struct CudaBackend {
   static constexpr auto* Fill = &jax_intranode::Fill;
   static constexpr auto* WriteWord = &jax_intranode::WriteWord;
   static constexpr auto* ReadWord = &jax_intranode::ReadWord;
-  static constexpr auto* ReadBytes = &jax_intranode::ReadBytes;
-  static constexpr auto* WriteBytes = &jax_intranode::WriteBytes;
+  static constexpr auto* Copy = &jax_intranode::Copy;
   static void LoadAllKernels(int device) {
     CurrentDevice current(device);
     ThrowIfError(LoadListedKernels(), "loading the kernels");

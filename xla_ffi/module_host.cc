@@ -3,7 +3,6 @@
 #include <cstring>
 
 #include "ffi/collectives_host.h"
-#include "ffi/peer_host.h"
 #include "ffi/platform_host.h"
 #include "ffi/site_numbers.h"
 #include "health/call_sites.h"
@@ -11,9 +10,12 @@
 #include "host/exit_message.h"
 #include "host/segment.h"
 #include "module_common.h"
-#include "module_limits.h"
 
 namespace jax_intranode {
+
+// module_limits.cc
+void ExportLimits(nb::module_& m);
+
 namespace {
 
 struct HostBackend {
@@ -36,12 +38,7 @@ struct HostBackend {
   static uint32_t ReadWord(int, uintptr_t address) {
     return Load(reinterpret_cast<uint32_t*>(address));
   }
-  static void ReadBytes(int, uintptr_t address, char* to, size_t bytes) {
-    memcpy(to, reinterpret_cast<void*>(address), bytes);
-  }
-  static void WriteBytes(int, uintptr_t address, const char* from, size_t bytes) {
-    memcpy(reinterpret_cast<void*>(address), from, bytes);
-  }
+  static void Copy(int, void* to, const void* from, size_t bytes) { memcpy(to, from, bytes); }
   static void LoadAllKernels(int) {}
 
   static constexpr auto* CreateCommunicator = &CreateHostCommunicator;

@@ -1,5 +1,6 @@
-#include "module_limits.h"
-
+// What Python shares with the C++ code: names, numbers, limits and sizes. They describe the CUDA
+// kernels, too: _host is always built, and these headers need no CUDA.
+#include <nanobind/nanobind.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
@@ -33,6 +34,7 @@ Algorithm AlgorithmNamed(const std::string& name) {
 
 }  // namespace
 
+// Adds them to the module _host, from where jax_intranode/_src/native/definitions.py reads them.
 void ExportLimits(nb::module_& m) {
   nb::list algorithms, in_segments, dtypes, widths, fields;
   nb::dict operations, reasons;

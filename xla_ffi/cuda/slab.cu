@@ -140,20 +140,11 @@ void Fill(int device, uintptr_t address, int value, size_t bytes) {
                      "clearing a slab");
 }
 
-void ReadBytes(int device, uintptr_t address, char* to, size_t bytes) {
+void Copy(int device, void* to, const void* from, size_t bytes) {
   CurrentDevice current(device);
   Stream stream;
-  stream.Synchronize(cudaMemcpyAsync(to, reinterpret_cast<void*>(address), bytes,
-                                     cudaMemcpyDeviceToHost, stream.get()),
-                     "reading a peer buffer");
-}
-
-void WriteBytes(int device, uintptr_t address, const char* from, size_t bytes) {
-  CurrentDevice current(device);
-  Stream stream;
-  stream.Synchronize(cudaMemcpyAsync(reinterpret_cast<void*>(address), from, bytes,
-                                     cudaMemcpyHostToDevice, stream.get()),
-                     "writing to a peer buffer");
+  stream.Synchronize(cudaMemcpyAsync(to, from, bytes, cudaMemcpyDefault, stream.get()),
+                     "copying a peer buffer");
 }
 
 void WriteWord(int device, uintptr_t address, uint32_t value) {

@@ -69,8 +69,7 @@ void EnablePeerAccess(int device, int peer);
 void Fill(int device, uintptr_t address, int value, size_t bytes);
 
 // Copies between host memory and memory of `device`; returns when it is done.
-void ReadBytes(int device, uintptr_t address, char* to, size_t bytes);
-void WriteBytes(int device, uintptr_t address, const char* from, size_t bytes);
+void Copy(int device, void* to, const void* from, size_t bytes);
 
 // Writes or reads one word by a kernel on `device`; returns when it is done. The rendezvous tests
 // the paths to peers with these.

@@ -5,6 +5,7 @@
 #include <atomic>
 
 #include "communicator_cuda.h"
+#include "peer_buffers.h"
 #include "xla/ffi/api/ffi.h"
 
 namespace jax_intranode {
@@ -29,5 +30,18 @@ XLA_FFI_Error* CudaCollective(XLA_FFI_CallFrame* frame);
 XLA_FFI_Error* CudaCollectiveMatmulInstantiate(XLA_FFI_CallFrame* frame);
 XLA_FFI_Error* CudaCollectiveMatmulInitialize(XLA_FFI_CallFrame* frame);
 XLA_FFI_Error* CudaCollectiveMatmul(XLA_FFI_CallFrame* frame);
+
+// peer_cuda.cc: the handlers behind calls on peer buffers (jax_intranode/include).
+using DevicePeerBuffer = PeerBuffer<DeviceCommunicator>;
+using DevicePeerBuffers = PeerBuffers<DeviceCommunicator>;
+
+// What libraries for GPUs get.
+extern const v1::Api kDevicePeerApi;
+
+XLA_FFI_Error* CudaPeerInstantiate(XLA_FFI_CallFrame* frame);
+
+// Ends a buffer: handlers refuse it from now on, and kernels that are replayed give up. Waits for
+// what runs on its devices.
+void ClosePeerBuffer(const std::string& name);
 
 }  // namespace jax_intranode

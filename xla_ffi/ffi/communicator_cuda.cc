@@ -91,6 +91,16 @@ cudaStream_t ClosingStreamOf(int device) {
   return stream;
 }
 
+bool CloseNow(int device, uint32_t* closed) {
+  try {
+    Synchronize(device);
+    WriteWord(device, reinterpret_cast<uintptr_t>(closed), 1);
+    return true;
+  } catch (const std::runtime_error&) {
+    return false;
+  }
+}
+
 void SynchronizeDevices() {
   std::set<int> devices;
   Registry<DeviceCommunicator>::Get().ForEachAlive([&](auto&, const auto& communicator) {
@@ -114,13 +124,7 @@ void CloseDeviceCommunicators() {
     communicator.closed = true;
   });
   ForEachDevice([](DeviceCommunicator& communicator, int device, const DeviceGroup& group) {
-    try {
-      Synchronize(device);
-      WriteWord(device, reinterpret_cast<uintptr_t>(&group.Header()->closed), 1);
-      OperationsNow(communicator, device, group);
-    } catch (const std::runtime_error&) {
-      // The CUDA context is lost, and nothing runs in it any more.
-    }
+    if (CloseNow(device, &group.Header()->closed)) OperationsNow(communicator, device, group);
     past_operations += communicator.counted[group.Header()].second;
   });
   Registry<DeviceCommunicator>::Get().Clear();

@@ -86,6 +86,10 @@ void AddRings(const Partition& partition,
               const std::vector<std::pair<int64_t, std::vector<uintptr_t>>>& rings,
               size_t ring_bytes);
 
+// Waits until nothing runs on a device, and closes memory there. False: the CUDA context is lost,
+// and nothing runs in it any more.
+bool CloseNow(int device, uint32_t* closed);
+
 // Waits until nothing runs on the devices of this process.
 void SynchronizeDevices();
 

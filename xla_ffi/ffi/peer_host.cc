@@ -1,4 +1,3 @@
-#include "peer_host.h"
 
 #include <string>
 #include <string_view>

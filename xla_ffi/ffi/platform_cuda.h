@@ -15,7 +15,6 @@
 #include "../health/platform.h"
 #include "../kernels/same_operation.h"
 #include "collectives_cuda.h"
-#include "peer_cuda.h"
 #include "site_numbers.h"
 
 namespace jax_intranode {

@@ -320,9 +320,7 @@ struct AnyFlagged {
                                        : with(I64{});
   }
 };
-#endif
 
-#if defined(__CUDACC__)
 template <bool kMax>
 struct Extreme<AnyBare, kMax> : AnyBare {
 #pragma nv_exec_check_disable

@@ -121,7 +121,7 @@ def test_doctor(
         assert "ok       NVLink: 2 GPUs, each pair has 18 links or more" in out
         assert "ok       memory of GPU 1: " in out
         assert "ok       values under load: 2 processes, with matmuls and late ranks" in out
-        assert "Your node benefits: between 2 GPUs, psum up to 16 MB, pmax up to 16 MB, " in out
+        assert "Your node benefits: between 2 GPUs, psum up to 16 MB, pmax up to 4 MB, " in out
         assert "all_gather_matmul" in out
     else:
         assert "GPU 0 wrote 1 to GPU 1, read 0" in out and "-> check the driver" in out

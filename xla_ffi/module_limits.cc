@@ -13,6 +13,7 @@
 #include "kernels/failure_reason.h"
 #include "kernels/group.h"
 #include "kernels/permute.h"
+#include "kernels/ragged.h"
 
 namespace nb = nanobind;
 
@@ -78,6 +79,7 @@ void ExportLimits(nb::module_& m) {
   m.attr("MAX_BUFFERS") = kMaxBuffers;
   m.attr("MAX_PACKS") = kMaxPacks;
   m.attr("MAX_MEMBERS") = kMaxMembers;
+  m.attr("MAX_UPDATES") = kMaxUpdates;
   m.attr("PACK_BYTES") = sizeof(Pack);
 
   m.def(

@@ -15,7 +15,8 @@ namespace jax_intranode {
   X(kMismatch, 5, "mismatch")  /* the deadline passed while a rank was in another operation */ \
   X(kPeerGone, 6, "peer_gone") /* the process of a rank has ended */                           \
   X(kPeerStopped, 7, "peer_stopped")       /* the process of a rank does not run */            \
-  X(kOtherOperation, 8, "other_operation") /* a rank runs another operation, and has told so */
+  X(kOtherOperation, 8, "other_operation") /* a rank has told of another operation */          \
+  X(kBadUpdate, 9, "bad_update")           /* a size or an offset of a ragged_all_to_all */
 
 enum class FailureReason : uint32_t {
 #define JIN_X(enumerator, number, name) enumerator = number,

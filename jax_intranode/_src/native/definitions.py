@@ -32,6 +32,8 @@ MAX_BUFFERS: int = _host.MAX_BUFFERS
 MAX_PACKS: int = _host.MAX_PACKS  # of several buffers together
 # The arrays of one permute.
 MAX_MEMBERS: int = _host.MAX_MEMBERS
+# The updates of a rank in a ragged all-to-all, to all ranks together.
+MAX_UPDATES: int = _host.MAX_UPDATES
 PACK_BYTES: int = _host.PACK_BYTES
 
 # The longest row that a norm takes, in elements.

@@ -1,0 +1,99 @@
+"""Ragged all-to-alls of random tables: the bits of NumPy's."""
+
+import contextlib
+import re
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+import ragged_tables
+from cases import case, check, compiled_of_ours, line, put
+from jax.sharding import PartitionSpec as P
+
+import jax_intranode
+
+KINDS = ("apart", "over", "to one", "same", "empty")
+# Updates for each rank, rows of operand and output, shape of a row, dtype. Streams of the last one
+# have more windows than an epoch buffer has room for, and rows of no whole packet.
+SHAPES: tuple[tuple[int, tuple[int, int], tuple[int, ...], str], ...] = (
+    (1, (24, 40), (4,), "float32"),
+    (2, (9, 17), (3, 5), "bfloat16"),
+    (5, (33, 21), (), "int8"),
+    (1, (150, 300), (1001,), "int32"),
+)
+TABLES = 36  # of each shape
+
+
+@case(world=(2, 3, 4, 5, 6, 7, 8), shape=(0, 1, 2, 3))
+def ragged_of_random_tables(world: int, shape: int) -> None:
+    mesh = line(world)
+    if 1 < jax.process_count() != world:
+        pytest.skip("each number of processes runs the groups of its size")
+    updates, rows, row, dtype = SHAPES[shape]
+    rng = np.random.default_rng([world, shape])
+    run: Any = None
+    for number in range(TABLES if shape < 3 else 5):
+        kind = KINDS[number % len(KINDS)]
+        tables = ragged_tables.tables(rng, world, updates, *rows, kind)
+        operand, output = ragged_tables.operands(rng, world, rows, row, dtype)
+        args = [put(mesh, P("x"), x) for x in (operand, output, *tables)]
+        run = run or compiled_of_ours(ragged_tables.program(world, mesh=mesh), *args)
+        check(run(*args), ragged_tables.expected(operand, output, tables))
+
+
+@case()
+def ragged_beside_others() -> None:
+    """Its epochs go on with those of other operations, and its windows are empty for them."""
+    mesh = line()
+    n = len(jax.devices())
+    rng = np.random.default_rng(0)
+    rows = (400, 800)
+    operand, output = ragged_tables.operands(rng, n, rows, (64,), "float32")
+    tables = ragged_tables.tables(rng, n, 2, *rows, "apart")
+    ragged = ragged_tables.program(n, mesh=mesh)
+    args = [put(mesh, P("x"), x) for x in (operand, output, *tables)]
+
+    @jax.jit
+    def f(x: Any, y: Any, *tables: Any) -> Any:
+        def step(carry: Any, _: Any) -> Any:
+            total = jax.shard_map(
+                lambda v: jax.lax.psum(v[:, :2], "x"), mesh=mesh, in_specs=P("x"), out_specs=P("x"),
+                check_vma=False,
+            )(carry)  # fmt: skip
+            moved = ragged(x, carry, *tables)
+            return moved + 0 * total.sum(), None
+
+        return jax.lax.scan(step, y, None, length=5)[0]
+
+    with jax_intranode.accelerate():
+        found = f(*args)
+    check(found, ragged_tables.expected(operand, output, tables))
+
+
+@case()
+def ragged_of_a_bad_table() -> None:
+    """The two ranks of the update fail, and say why; the others don't, and the group goes on."""
+    mesh = line()
+    n = len(jax.devices())
+    rng = np.random.default_rng(0)
+    operand, output = ragged_tables.operands(rng, n, (8, 8 * n), (4,), "float32")
+    sizes = np.full((n, n), 2, np.int32)
+    places = np.repeat(8 * np.arange(n, dtype=np.int32)[:, None], n, 1)
+    good = [2 * sizes, sizes, places, sizes]
+    bad = [*good[:2], places.copy(), sizes]
+    bad[2][1, 0] = 8 * n - 1
+    f = jax.jit(ragged_tables.program(n, mesh=mesh))
+
+    def run(tables: Any) -> Any:
+        args = [put(mesh, P("x"), x) for x in (operand, output, *tables)]
+        return jax.block_until_ready(f(*args))
+
+    involved = any(d.process_index == jax.process_index() for d in mesh.devices.flat[:2])
+    with pytest.raises(Exception) if involved else contextlib.nullcontext() as error:
+        run(bad)
+    text = (
+        f"update 0 from rank 1 to rank 0 has 2 rows from row 4 .* to row {8 * n - 1} of an output"
+    )
+    assert not involved or re.search(text, str(error.value))
+    check(run(good), ragged_tables.expected(operand, output, good))

@@ -48,6 +48,7 @@ try:
     from jax_intranode._src.ops.ppermute import ppermute
     from jax_intranode._src.ops.psum import pmean, psum
     from jax_intranode._src.ops.psum_scatter import psum_scatter
+    from jax_intranode._src.ops.ragged_all_to_all import ragged_all_to_all
     from jax_intranode._src.ops.residual_norm import (
         psum_residual_layer_norm,
         psum_residual_rms_norm,
@@ -108,6 +109,7 @@ __all__ = [
     "psum_scatter",
     "psum_scatter_residual_layer_norm",
     "psum_scatter_residual_rms_norm",
+    "ragged_all_to_all",
     "register_ffi_library",
     "row_parallel_matmul",
     "shutdown",

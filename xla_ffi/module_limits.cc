@@ -13,6 +13,7 @@
 #include "kernels/failure_reason.h"
 #include "kernels/group.h"
 #include "kernels/permute.h"
+#include "kernels/ragged.h"
 
 namespace nb = nanobind;
 
@@ -78,6 +79,7 @@ void ExportLimits(nb::module_& m) {
   m.attr("MAX_BUFFERS") = kMaxBuffers;
   m.attr("MAX_PACKS") = kMaxPacks;
   m.attr("MAX_MEMBERS") = kMaxMembers;
+  m.attr("MAX_UPDATES") = kMaxUpdates;
   m.attr("PACK_BYTES") = sizeof(Pack);
 
   m.def(
@@ -101,6 +103,15 @@ void ExportLimits(nb::module_& m) {
       },
       nb::arg("algorithm"), nb::arg("dtype"), nb::arg("nbytes"), nb::arg("world_size"),
       nb::arg("segments"), "Bytes of an epoch buffer that an operation takes.");
+  m.def(
+      "ragged_window",
+      [](const std::string& dtype, size_t epoch_buffer_bytes, int world_size, int blocks,
+         uint32_t updates) {
+        return RaggedWindow(epoch_buffer_bytes, world_size, blocks, updates,
+                            PacketBytes(TypeOf(Algorithm::kRagged, dtype)));
+      },
+      nb::arg("dtype"), nb::arg("epoch_buffer_bytes"), nb::arg("world_size"), nb::arg("blocks"),
+      nb::arg("updates"), "Packs of a window of a ragged all-to-all; 0 if there is no room.");
   m.attr("MAX_HIDDEN") = kMaxHidden;
   m.def(
       "norm_rows_per_operation",

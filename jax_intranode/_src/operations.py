@@ -32,7 +32,7 @@ MULTIPLIED = ("bfloat16", "float16")
 # Norms: those that travel in bare packets.
 NORMED = ("float32", "bfloat16", "float16")
 
-COLLECTIVE, MATMUL, NORM = "collective", "matmul", "norm"
+COLLECTIVE, MATMUL, NORM, RAGGED = "collective", "matmul", "norm", "ragged"
 # The algorithm of a group whose GPUs are linked as a hybrid cube mesh.
 HYBRID_CUBE_MESH = "hybrid_cube_mesh"
 
@@ -43,8 +43,8 @@ class Record:
 
     Attributes:
         name: the name of the public function.
-        kind: COLLECTIVE, MATMUL (a collective and the matmuls next to it) or NORM (a sum, a
-            residual and a norm).
+        kind: COLLECTIVE, MATMUL (a collective and the matmuls next to it), NORM (a sum, a
+            residual and a norm) or RAGGED (a collective whose sizes are data).
         dtypes: the dtypes that its kernels take.
         reduction: how elements of different ranks are combined: "sum", "max", "min", or not: None.
         divides: whether the operand is divided: each rank gets a part of it.
@@ -257,6 +257,16 @@ RECORDS: dict[str, Record] = {
             takes_many=True,
             call=_to_the_next,
             expected=_from_the_one_before,
+        ),
+        Record(
+            name="ragged_all_to_all",
+            kind=RAGGED,
+            dtypes=EXCHANGED,
+            divides=True,
+            gathers=True,
+            algorithms=("ragged",),
+            lax_primitives=("ragged_all_to_all",),
+            derived=("gradient_of_ragged_all_to_all",),
         ),
         Record(
             name="all_gather_matmul",

@@ -136,6 +136,8 @@ FORCED_EPOCH_BUFFER = NotFaster(EPOCH_BUFFER)
 ROWS_IN_EPOCH_BUFFER = Reason(
     f"rows of {{nbytes}} bytes among {{ranks}} ranks do not fit {_EPOCH_BUFFER}"
 )
+TOO_MANY_UPDATES = Unsupported("{updates} updates; up to {most} are supported")
+UPDATES_IN_EPOCH_BUFFER = Reason(f"{{updates}} updates do not fit {_EPOCH_BUFFER}")
 ALGORITHM_LAX = NotFaster("JAX_INTRANODE_ALGORITHM=lax")
 NOT_MEASURED = NotFaster("no group of {ranks} ranks or more has been measured")
 NOT_TUNED = NotFaster("{reason}; a tuning of this node would decide")

@@ -77,6 +77,17 @@ cudaError_t Launch(const DeviceOperation& o, const DeviceGroup& group, const Per
                       aligned ? static_cast<const void*>(&one) : &call, stream);
 }
 
+cudaError_t Launch(const DeviceOperation& o, const DeviceGroup& group, const RaggedCall& call,
+                   cudaStream_t stream) {
+  uint64_t digest = static_cast<uint64_t>(o.type);
+  for (const uint64_t part : {uint64_t{call.in_rows}, uint64_t{call.out_rows},
+                              uint64_t{call.row_bytes}, uint64_t{call.updates}}) {
+    digest = digest * 1000003 + part;
+  }
+  return LaunchKernel(IsBare(o) ? BareRaggedKernel() : FlaggedRaggedKernel(), o, group,
+                      OperationWordOfDigest(o.algorithm, digest), &call, stream);
+}
+
 cudaError_t Launch(const DeviceOperation& o, const DeviceGroup& group, const NormCall& call,
                    cudaStream_t stream) {
   const uint64_t digest =

@@ -8,6 +8,7 @@
 #include "../kernels/hybrid_cube_mesh.h"
 #include "../kernels/norm.h"
 #include "../kernels/permute.h"
+#include "../kernels/ragged.h"
 #include "../kernels/segments.h"
 #include "failure.h"
 
@@ -42,6 +43,8 @@ const void* FlaggedKernel(Algorithm algorithm, ElementType type, int size, CallK
                           bool in_segments);
 const void* BarePermuteKernel(bool aligned);
 const void* FlaggedPermuteKernel(bool aligned);
+const void* BareRaggedKernel();
+const void* FlaggedRaggedKernel();
 const void* NormKernel(ElementType type, int size, bool aligned);
 
 struct LaunchShape {
@@ -67,6 +70,8 @@ cudaError_t Launch(const DeviceOperation& operation, const DeviceGroup& group, c
                    cudaStream_t stream);
 cudaError_t Launch(const DeviceOperation& operation, const DeviceGroup& group, const NormCall& call,
                    cudaStream_t stream);
+cudaError_t Launch(const DeviceOperation& operation, const DeviceGroup& group,
+                   const RaggedCall& call, cudaStream_t stream);
 
 // Whether blocks of this shape can work on rows of this length.
 bool NormFits(ElementType type, const NormCall& call, LaunchShape shape);

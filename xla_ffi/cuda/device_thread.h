@@ -25,6 +25,8 @@ class DeviceThread : public v1::WaitingThread<DeviceThread> {
   __device__ size_t First() const { return Block() * blockDim.x + threadIdx.x; }
   __device__ size_t Stride() const { return Blocks() * blockDim.x; }
 
+  __device__ int FirstUpdate() const { return threadIdx.x; }
+
   using WaitingThread::Wait;
   __device__ bool Wait(size_t, int missing) { return Wait(missing); }
 
@@ -43,6 +45,15 @@ class DeviceThread : public v1::WaitingThread<DeviceThread> {
   // Gives up because `peer` runs another operation, the one that the word `other` says.
   __device__ void MeetsOther(int peer, uint64_t other) {
     GiveUp(static_cast<uint32_t>(FailureReason::kOtherOperation), peer, other);
+  }
+  // Gives up because of a bad update of a ragged all-to-all.
+  __device__ void Refuse(const UpdateFault& fault) {
+    Trap(static_cast<uint32_t>(FailureReason::kBadUpdate), -1,
+         [&fault, algorithm = algorithm_](v1::PeerRecord* record) {
+           auto* const failure = static_cast<FailureRecord*>(record);
+           failure->algorithm = static_cast<uint32_t>(algorithm);
+           failure->fault = fault;
+         });
   }
   __device__ void GiveUp(uint32_t reason, int missing, uint64_t other = 0) {
     Trap(reason, missing, [algorithm = algorithm_, other](v1::PeerRecord* record) {

@@ -6,6 +6,7 @@
 
 #include "../../jax_intranode/include/jax_intranode/peer_types.h"
 #include "../kernels/failure_reason.h"
+#include "../kernels/ragged.h"
 
 namespace jax_intranode {
 
@@ -13,7 +14,8 @@ namespace jax_intranode {
 // `wait`. The host only reads it, except for `abort`.
 struct FailureRecord : v1::PeerRecord {
   uint32_t algorithm;
-  uint64_t other;  // what the missing rank runs (kernels/same_operation.h), if reason says so
+  uint64_t other;     // what the missing rank runs (kernels/same_operation.h), if reason says so
+  UpdateFault fault;  // kBadUpdate
 };
 static_assert(v1::kTimedOut == static_cast<uint32_t>(FailureReason::kTimeout) &&
               v1::kAborted == static_cast<uint32_t>(FailureReason::kAborted) &&

@@ -14,6 +14,7 @@
 #include "../kernels/hybrid_cube_mesh.h"
 #include "../kernels/norm.h"
 #include "../kernels/permute.h"
+#include "../kernels/ragged.h"
 #include "site.h"
 
 namespace jax_intranode {
@@ -226,9 +227,75 @@ inline ffi::Error CollectPermutes(const std::vector<int>& sources, int size, int
   return ffi::Error::Success();
 }
 
+// Operands: operand, output, and four tables of int32. The result takes the memory of output, as
+// lowering has told XLA. Refuses what must not reach a kernel, though lowering lets none of it
+// pass.
+inline ffi::Error CollectRagged(int size, int blocks, size_t epoch_buffer_bytes,
+                                const Operands& operands, ElementType* type, RaggedCall* call) {
+  const auto refused = [](const auto&... why) {
+    return Invalid("ragged_all_to_all got ", why..., ".");
+  };
+  const auto& [xs, ys] = operands;
+  if (xs.size() != 6 || ys.size() != 1) {
+    return refused(xs.size(), " operands and ", ys.size(), " results; it takes 6 and returns 1");
+  }
+  const auto rows = [](const ffi::AnyBuffer& x) {
+    const auto dimensions = x.dimensions();
+    return dimensions.size() == 0 ? 0 : static_cast<size_t>(dimensions[0]);
+  };
+  const size_t in_rows = rows(xs[0]), out_rows = rows(xs[1]), count = xs[2].element_count();
+  const std::optional<ElementType> found = ElementTypeOf(Algorithm::kRagged, xs[0].element_type());
+  if (!found || xs[1].element_type() != xs[0].element_type() ||
+      ys[0].element_type() != xs[0].element_type()) {
+    return refused("an operand, an output and a result of different types");
+  }
+  if (in_rows == 0 || out_rows == 0 || in_rows > INT32_MAX || out_rows > INT32_MAX ||
+      ys[0].element_count() != xs[1].element_count() || xs[0].size_bytes() == 0 ||
+      xs[0].size_bytes() / in_rows != xs[1].size_bytes() / out_rows) {
+    return refused("an operand of ", in_rows, " rows of ", xs[0].size_bytes(),
+                   " bytes and an output of ", out_rows, " rows of ", xs[1].size_bytes(), " bytes");
+  }
+  for (size_t i = 2; i < 6; ++i) {
+    if (xs[i].element_type() != ffi::S32 || xs[i].element_count() != count || count == 0 ||
+        count > kMaxUpdates || count % size != 0) {
+      return refused("tables that are not int32, or that have no update for each of ", size,
+                     " ranks or more than ", kMaxUpdates, " together");
+    }
+  }
+  if (ys[0].untyped_data() != xs[1].untyped_data() ||
+      xs[0].untyped_data() == xs[1].untyped_data()) {
+    return refused("a result that does not take the memory of output, or an operand that does");
+  }
+  const auto table = [&](size_t i) { return static_cast<const int32_t*>(xs[i].untyped_data()); };
+  const size_t row_bytes = xs[0].size_bytes() / in_rows;
+  const auto updates = static_cast<uint32_t>(count / size);
+  const size_t most = std::min(in_rows, out_rows) * row_bytes;
+  if (PacksOf(most) > kMaxPacks / updates) {
+    return refused("updates of up to ", most, " bytes, ", updates,
+                   " for each rank, which are too many packs");
+  }
+  *type = *found;
+  *call = {.in = xs[0].untyped_data(),
+           .out = ys[0].untyped_data(),
+           .input_offsets = table(2),
+           .send_sizes = table(3),
+           .output_offsets = table(4),
+           .recv_sizes = table(5),
+           .row_bytes = row_bytes,
+           .in_rows = static_cast<uint32_t>(in_rows),
+           .out_rows = static_cast<uint32_t>(out_rows),
+           .updates = updates,
+           .window = RaggedWindow(epoch_buffer_bytes, size, blocks, updates, PacketBytes(*type))};
+  if (call->window > 0) return ffi::Error::Success();
+  return refused(count, " updates and ", blocks, " blocks, for which a buffer of the slab of ",
+                 epoch_buffer_bytes,
+                 " bytes has no room. Was the program compiled with another "
+                 "JAX_INTRANODE_SLAB_MIB? Compile it again");
+}
+
 // Calls `run(type, call)` for each operation of a site's call on a rank, one after another; `call`
-// is Buffers, LinkedBuffers, Permutes or a NormCall. `links`: those of the rank in a hybrid cube
-// mesh. Stops at the first error.
+// is Buffers, LinkedBuffers, Permutes, RaggedCall or a NormCall. `links`: those of the rank in a
+// hybrid cube mesh. Stops at the first error.
 template <class Site, class Run>
 ffi::Error ForEachOperation(const Site& site, int size, int rank, size_t epoch_buffer_bytes,
                             const Links& links, ffi::RemainingArgs xs, ffi::RemainingRets ys,
@@ -236,6 +303,12 @@ ffi::Error ForEachOperation(const Site& site, int size, int rank, size_t epoch_b
   Operands operands;
   if (ffi::Error error = operands.Read(xs, ys); error.failure()) return error;
   ElementType type;
+  if (site.algorithm == Algorithm::kRagged) {
+    RaggedCall call;
+    const int blocks = std::max(site.blocks, 1);  // CPU devices have none
+    ffi::Error error = CollectRagged(size, blocks, epoch_buffer_bytes, operands, &type, &call);
+    return error.failure() ? std::move(error) : run(type, call);
+  }
   if (!IsNorm(site.algorithm)) {
     Buffers buffers;
     ffi::Error error = CollectBuffers(site.algorithm, site.segments, size, epoch_buffer_bytes,

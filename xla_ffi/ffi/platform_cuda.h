@@ -106,6 +106,9 @@ class CudaPlatform final : public Platform {
         if (reason == FailureReason::kOtherOperation) {
           failure.detail = ", which runs " + ToldOperation(record->other);
         }
+        if (reason == FailureReason::kBadUpdate) {
+          failure.detail = TextOf(const_cast<const FailureRecord*>(record)->fault);
+        }
       } else {
         failure.operation = PeerCallName(place.buffer, failure.site);
       }

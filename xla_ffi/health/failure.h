@@ -84,6 +84,8 @@ inline std::string TextOf(const Failure& failure) {
       text += " met another operation";
       advice = kRule;
       break;
+    case FailureReason::kBadUpdate:
+      return text + " failed: " + failure.detail + "." + end;
     case FailureReason::kAborted:
       text += " was aborted";
       break;

@@ -41,6 +41,14 @@ struct ResumableThread {
   void Arrived() const {}
   void Sync() const {}
   void FenceSegment() const { Fence(); }
+  // For ragged all-to-alls. The first bad update ends the call with an error, when its packets have
+  // been sent and taken.
+  int FirstUpdate() const { return static_cast<int>(First()); }
+  void Refuse(const UpdateFault& fault) const {
+    if (error->empty()) {
+      *error = "jax_intranode: ragged_all_to_all failed: " + TextOf(fault) + ".";
+    }
+  }
 
   // Ends a call that a list of kernels/algorithms.h has, and this file does not.
   bool EndWithoutBody(Algorithm algorithm, ElementType type) const {
@@ -142,6 +150,13 @@ bool RunCall(Algorithm, ElementType, ResumableThread& t, const Group& g, const P
   return RunPhases<Permute<CopiedAs<Type>, 0, typename Type::Packets>>(t, g, c, epoch, phase);
 }
 
+template <class Type>
+bool RunCall(Algorithm, ElementType, ResumableThread& t, const Group& g, const RaggedState& ragged,
+             uint32_t epoch, uint32_t* step) {
+  return Ragged<CopiedAs<Type>, typename Type::Packets>::Run(t, g, ragged.call, ragged.table, epoch,
+                                                             step);
+}
+
 template <class C>
 bool RunCall(ElementType type, Algorithm algorithm, ResumableThread& t, const Group& g, const C& c,
              uint32_t epoch, uint32_t* step) {
@@ -160,6 +175,7 @@ uint64_t BytesOf(const Buffer& c, ElementType) { return c.bytes; }
 uint64_t BytesOf(const NormCall& c, ElementType type) {
   return uint64_t{c.rows} * c.hidden * ItemBytes(type);
 }
+uint64_t BytesOf(const RaggedState& c, ElementType) { return c.call.in_rows * c.call.row_bytes; }
 template <class Many>
 uint64_t BytesOf(const Many& c, ElementType) {
   uint64_t bytes = 0;

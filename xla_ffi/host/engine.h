@@ -14,6 +14,7 @@
 #include "../kernels/hybrid_cube_mesh.h"
 #include "../kernels/norm.h"
 #include "../kernels/permute.h"
+#include "../kernels/ragged.h"
 
 namespace jax_intranode {
 
@@ -26,14 +27,22 @@ struct HostOperation {
   uint64_t name = 0;
 };
 
+// A ragged all-to-all, and what its steps know of the updates.
+struct RaggedState {
+  RaggedCall call;
+  mutable RaggedTable table;
+};
+
 // One rank's part in an operation. The memory that the operands point to must stay valid.
 class ResumableCall {
  public:
   ResumableCall() = default;
   ResumableCall(const HostOperation& operation, const Buffers& buffers);
-  template <class Call>  // LinkedBuffers, Permutes or NormCall
+  template <class Call>  // LinkedBuffers, Permutes, RaggedState or NormCall
   ResumableCall(const HostOperation& operation, const Call& call)
       : operation_(operation), operands_(std::make_unique<const Call>(call)) {}
+  ResumableCall(const HostOperation& operation, const RaggedCall& call)
+      : ResumableCall(operation, RaggedState{call, {}}) {}
 
   // Bytes of the rank's operands in a group of `size` ranks.
   uint64_t Bytes(int size) const;
@@ -51,7 +60,7 @@ class ResumableCall {
   using OneOf = std::variant<Buffer, std::unique_ptr<const Calls>...>;
 
   HostOperation operation_{};
-  OneOf<Buffers, LinkedBuffers, NormCall, Permutes> operands_;
+  OneOf<Buffers, LinkedBuffers, NormCall, Permutes, RaggedState> operands_;
   uint32_t step_ = 0;  // of the operation (segments.h)
   size_t cursor_ = 0;  // in the step
   std::string error_;

@@ -132,7 +132,10 @@ bool HostGroup::Advance(Pending& pending) {
       if (member.call.step() == step) continue;
       moved = true;
       // Each segment is waited for by itself: an operation of many may take long.
-      if (pending.operation.segments > 1) pending.since = std::chrono::steady_clock::now();
+      const Operation& operation = pending.operation;
+      if (operation.segments > 1 || operation.algorithm == Algorithm::kRagged) {
+        pending.since = std::chrono::steady_clock::now();
+      }
     }
   }
   return std::all_of(pending.members.begin(), pending.members.end(),

@@ -29,7 +29,8 @@ namespace jax_intranode {
   X(kTwoShotMax, "two_shot_max", "pmax")                                    \
   X(kOneShotMin, "one_shot_min", "pmin")                                    \
   X(kTwoShotMin, "two_shot_min", "pmin")                                    \
-  X(kPermute, "permute", "ppermute")
+  X(kPermute, "permute", "ppermute")                                        \
+  X(kRagged, "ragged", "ragged_all_to_all")
 
 // The all-reduces and reduce-scatters that add a residual and normalize rows (norm_protocol.h):
 // each norm by each protocol, in the order of NormProtocol.
@@ -159,7 +160,7 @@ inline NormProtocol NormProtocolOf(Algorithm algorithm) {
 // Algorithms that only copy: they take any dtype, as bytes.
 inline bool OnlyCopies(Algorithm algorithm) {
   return algorithm == Algorithm::kAllGather || algorithm == Algorithm::kAllToAll ||
-         algorithm == Algorithm::kPermute;
+         algorithm == Algorithm::kPermute || algorithm == Algorithm::kRagged;
 }
 
 // The algorithms that have a region of their own, beside that of all others (permute.h).
@@ -175,7 +176,7 @@ inline size_t InputShards(Algorithm algorithm, int size) {
   return divides ? size : 1;
 }
 inline size_t OutputShards(Algorithm algorithm, int size) {
-  return OnlyCopies(algorithm) && algorithm != Algorithm::kPermute ? size : 1;
+  return algorithm == Algorithm::kAllGather || algorithm == Algorithm::kAllToAll ? size : 1;
 }
 
 enum class ElementType : int32_t {
@@ -246,6 +247,7 @@ inline size_t EpochBufferBytesNeeded(Algorithm algorithm, ElementType type, size
   packs = SegmentPacks(algorithm, packs, size, segments);
   const size_t packet = PacketBytes(type), n = size;
   if (algorithm == Algorithm::kPermute) return packs * packet;
+  if (algorithm == Algorithm::kRagged) return 2 * (n - 1) * packet;  // at least (ragged.h)
   // A slot for each rank of a quad, and one for a sum (hybrid_cube_mesh.h).
   if (algorithm == Algorithm::kHybridCubeMesh) {
     return (n / 2 + (ItemBytes(type) == 2 ? 2 : 1)) * packs * packet;

@@ -65,6 +65,8 @@ struct RegionHeader {
   uint32_t operations;  // of this group so far (same_operation.h)
   uint64_t peer_operation[2][kMaxRanks];
   uint32_t begun[kMaxRanks];  // the last permute that each rank has begun (permute.h)
+  // The windows that each block of each rank has taken of what this rank sends (ragged.h).
+  uint32_t taken[kMaxRanks][kMaxBlocks];
 };
 static_assert(sizeof(RegionHeader) <= kHeaderBytes / 2);
 

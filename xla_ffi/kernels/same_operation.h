@@ -53,7 +53,9 @@ inline std::string ToldOperation(uint64_t word) {
   for (const Algorithm algorithm : kAlgorithms) {
     if (static_cast<uint64_t>(algorithm) != number) continue;
     std::string text = OperationName(algorithm);
-    if (IsMatmul(algorithm) || IsNorm(algorithm)) return text + " of other shapes";
+    if (IsMatmul(algorithm) || IsNorm(algorithm) || algorithm == Algorithm::kRagged) {
+      return text + " of other shapes";
+    }
     if (HasOwnRegion(algorithm)) return text + " of other sizes or ranks";
     return text + " of " + std::to_string(word & ((uint64_t{1} << kTypeShift) - 1)) + " bytes";
   }

@@ -6,7 +6,7 @@ others. No file here imports the package itself. Each imports files below it onl
     fallback, lowering_site
     primitive
     global_arrays
-    collective           <- psum_scatter, all_gather, all_to_all
+    collective           <- psum_scatter, all_gather, all_to_all, ragged_all_to_all
     all_reduce           <- psum, pmax, ppermute
     norm_rules           <- residual_norm
     local_matmuls, matmul_arguments, overlapped_call
@@ -26,6 +26,7 @@ from jax_intranode._src.ops import pmax as pmax
 from jax_intranode._src.ops import ppermute as ppermute
 from jax_intranode._src.ops import psum as psum
 from jax_intranode._src.ops import psum_scatter as psum_scatter
+from jax_intranode._src.ops import ragged_all_to_all as ragged_all_to_all
 from jax_intranode._src.ops import residual_norm as residual_norm
 from jax_intranode._src.ops import row_parallel_matmul as row_parallel_matmul
 from jax_intranode._src.ops.primitive import BY_OPERATION

@@ -48,6 +48,10 @@ class Params:
         """What jax.lax computes instead of the primitive."""
         raise NotImplementedError
 
+    def lax_runs_it(self, site: LoweringSite) -> bool:
+        """Whether jax.lax can run it where it is lowered."""
+        return True
+
     def of_some(self, chosen: Sequence[int]) -> "Params":
         """The parameters of a call of some of the arrays, by their positions."""
         return self
@@ -448,12 +452,13 @@ def lower_to_call(
     communicated: Sequence[Any] | None = None,
     attributes: dict[str, Any] | None = None,
     detail: str = "",
+    aliases: dict[int, int] | None = None,
 ) -> list[Any]:
     """Emits our custom call.
 
     `communicated` are the types of the operands that are sent (None: all of them), `attributes`
     what the operation's handler gets besides, and `detail` tells the call from others of the same
-    operation and types.
+    operation and types. `aliases`: the operands in whose memory results are, by number.
     """
     assert mesh is not None  # or lax would run it
     partition = partition_lib.partition(mesh, tuple(axes))
@@ -472,7 +477,8 @@ def lower_to_call(
     sent = ctx.avals_in if communicated is None else communicated
     counts.lowered(primitive.operation, selected.algorithm, sum(map(nbytes, sent)))
     target = RECORDS[primitive.operation].ffi_target
-    results = jax.ffi.ffi_lowering(target)(ctx, *xs, **attributes)
+    lowered = jax.ffi.ffi_lowering(target, operand_output_aliases=aliases)
+    results = lowered(ctx, *xs, **attributes)
     return lowering_context.called_once(results) if on_gpus else list(results)
 
 

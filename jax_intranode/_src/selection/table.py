@@ -144,6 +144,11 @@ _HOPPER: dict[str, dict[tuple[str, int], tuple[Row, ...]]] = {
         )
         for key, rows in _parts("permute").items()
     },
+    # Of any size. Nothing has been measured.
+    "ragged_all_to_all": {
+        (packets, 8): (Row(1 << 30, "ragged", 512, 64, measured=False),)
+        for packets in ("bare", "flagged")
+    },
 }
 
 
@@ -200,6 +205,7 @@ _CPU_SINGLE = _cpu(
             4: (("permute", 4 * _KB, 8 * _KB),),
             8: (("permute", 8 * _KB, 8 * _KB),),
         },
+        "ragged_all_to_all": {8: (("ragged", 1 << 30, 1 << 30),)},  # lax has none
         "all_to_all": {
             2: (("all_to_all", 4 * _KB, 4 * _KB),),
             4: (("all_to_all", 1 * _KB, 1 * _KB),),
@@ -217,6 +223,7 @@ _CPU_MULTI = _cpu(
         "all_gather": {8: (("all_gather", 32 * _KB, 16 * _KB),)},
         # Between 2 ranks of a busy machine it was faster up to 64 KB; larger groups: not measured.
         "ppermute": {8: (("permute", 32 * _KB, 32 * _KB),)},
+        "ragged_all_to_all": {8: (("ragged", 1 << 30, 1 << 30),)},
         "all_to_all": {
             2: (("all_to_all", 32 * _KB, 32 * _KB),),
             8: (("all_to_all", 8 * _KB, 8 * _KB),),

@@ -61,6 +61,10 @@ cudaError_t Launch(const DeviceOperation& operation, const DeviceGroup&, const P
   permutations_of_call = operation.permutations;
   return next_status;
 }
+cudaError_t LaunchRagged(ElementType, const DeviceGroup&, const RaggedCall&, LaunchShape,
+                         cudaStream_t) {
+  return next_status;
+}
 bool NormFits(ElementType, const NormCall&, LaunchShape) { return true; }
 }  // namespace jax_intranode
 

@@ -29,6 +29,7 @@ _WITH = {
     "machine_test": [],
     "collectives_model": [],
     "permute_model": [],
+    "ragged_model": [],
     "peer_model": [],
     "log_model": [],
     "health_model": [],
@@ -68,6 +69,7 @@ OUTPUT = {
     "machine_test": "(.*\n)*done\n",
     "collectives_model": _MODEL,
     "permute_model": _MODEL,
+    "ragged_model": _MODEL,
     "peer_model": _MODEL,
     "log_model": _MODEL,
     "health_model": _MODEL,
@@ -158,6 +160,11 @@ SOUND = {
             "sound 3 2 quick",
             "sound 3 3 together",
         ],
+    },
+    "ragged_model": {
+        "quick": ["sound 2 2 full"],
+        "full": ["sound 2 3 quick"],
+        "long": ["sound 2 3 full", "sound 3 2 quick"],
     },
     "peer_model": {"long": ["sound 2 3 full", "sound 2 4 quick", "sound 3 2 full"]},
     "log_model": {"full": ["sound 2 8", "sound 3 8"]},
@@ -252,6 +259,19 @@ _PERMUTES_CHECK = [
     "one_operation_word",
     "told_without_room",  # a rank tells what it runs before the destination has read the last word
     "told_to_all",  # not only to destinations: nothing says that those have read the last word
+]
+
+_RAGGED = [
+    "no_room",  # a rank sends windows without waiting
+    "room_a_window_early",  # it sends when the window before the last one of its room is taken
+    "taken_early",  # a rank tells that it has taken the next window, too
+    "no_fence",  # the clearing may become visible after it is told
+    "never_cleared",  # what was told in a call counts in the next one
+    "no_release",  # of the end of a kernel
+    "no_acquire",
+    "one_epoch_buffer",
+    "never_armed",
+    "first_word_only",
 ]
 
 _PEER_BUFFERS = [
@@ -370,6 +390,10 @@ BROKEN = (
         for k, variant in enumerate(_PERMUTES + _PERMUTES_CHECK)
     ]
     + [("permute_model", variant + " 3 3 together", "full", _ENDS_WRONG) for variant in _PERMUTES]
+    + [
+        ("ragged_model", variant + " 2 2", "quick" if k % 3 == 0 else "full", _ENDS_WRONG)
+        for k, variant in enumerate(_RAGGED)
+    ]
     + [
         ("peer_model", f"{variant} {ranks} 3", "full", _ENDS_WRONG)
         for variant, worlds in _PEER_BUFFERS

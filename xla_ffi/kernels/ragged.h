@@ -89,16 +89,18 @@ inline std::string TextOf(const UpdateFault& f) {
          number(f.received) + " rows";
 }
 
-// What a block knows of the updates that a rank sends, or receives: for each rank and update.
-struct Updates {
-  uint32_t row[kMaxUpdates];   // its first row in the operand, or in the result
-  uint32_t rows[kMaxUpdates];  // 0: empty, or bad
-  uint32_t end[kMaxUpdates];   // the pack after its last one, in the stream between two ranks
-};
-struct RaggedTable {
+// What a block knows of the updates that a rank sends and receives: for each rank and update.
+template <int kMost>
+struct RaggedTableOf {
+  struct Updates {
+    uint32_t row[kMost];   // its first row in the operand, or in the result
+    uint32_t rows[kMost];  // 0: empty, or bad
+    uint32_t end[kMost];   // the pack after its last one, in the stream between two ranks
+  };
   Updates sent, received;
-  bool covered[kMaxUpdates];  // whether a later one overwrites a part of this received one
+  bool covered[kMost];  // whether a later one overwrites a part of this received one
 };
+using RaggedTable = RaggedTableOf<kMaxUpdates>;
 
 // Where rank `by` tells rank `of` how many windows its block has taken.
 template <class G>
@@ -119,15 +121,21 @@ JIN_FN bool HasTaken(const G& g, int to, int block, uint32_t windows) {
   return LoadAcquire(TakenOf(g, g.rank, to, block)) >= windows;
 }
 
+// Forgets what rank `to` has told: it tells no more in this call.
+template <class G>
+JIN_FN void ClearTaken(const G& g, int to, int block) {
+  Store(TakenOf(g, g.rank, to, block), 0);
+}
+
 template <class Type, class PacketsOfType>
 struct Ragged {
   using Packets = PacketsOfType;
 
   // Runs the call from step `*step` on. False: a wait was given up; the step may be resumed.
-  template <class Thread, class G>
-  JIN_FN static bool Run(Thread& t, const G& g, const RaggedCall& c, RaggedTable& table,
-                         uint32_t epoch, uint32_t* step) {
-    const Body<Thread, G> body{t, g, c, table, epoch};
+  template <class Thread, class G, class Table>
+  JIN_FN static bool Run(Thread& t, const G& g, const RaggedCall& c, Table& table, uint32_t epoch,
+                         uint32_t* step) {
+    const Body<Thread, G, Table> body{t, g, c, table, epoch};
     for (;; ++*step) {
       bool done = true;
       switch (*step) {
@@ -155,12 +163,13 @@ struct Ragged {
   }
 
  private:
-  template <class Thread, class G>
+  template <class Thread, class G, class Table>
   struct Body {
+    using Updates = typename Table::Updates;
     Thread& t;
     const G& g;
     const RaggedCall& c;
-    RaggedTable& table;
+    Table& table;
     const uint32_t epoch;
 
     JIN_FN int Count() const { return g.size * static_cast<int>(c.updates); }
@@ -398,7 +407,7 @@ struct Ragged {
         while (!HasTaken(g, r, t.Block(), windows - 2)) {
           if (!t.Wait(r, r)) return false;
         }
-        Store(TakenOf(g, g.rank, r, t.Block()), 0);
+        ClearTaken(g, r, t.Block());
       }
       return true;
     }

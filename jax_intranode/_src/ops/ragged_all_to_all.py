@@ -268,7 +268,7 @@ def _select(site: LoweringSite, avals: Sequence[Any], params: RaggedParams) -> s
         static = select.Selection("lax", reason)
 
     def choose(epoch_buffer_bytes: int, **facts: Any) -> select.Selection:
-        nbytes = max(1, collective.nbytes(operand) // n)
+        nbytes = min(max(1, collective.nbytes(operand) // n), 1 << 30)  # rows hold for any size
         found = select.select(
             name, nbytes=nbytes, dtype=dtype, epoch_buffer_bytes=epoch_buffer_bytes, **facts
         )

@@ -1,0 +1,345 @@
+// Checks ragged all-to-alls (kernels/ragged.h) in all their behaviours (machine.h), for few ranks
+// and small messages. The code that runs is that of the kernels and of the CPU backend; only what
+// std::atomic_ref does is replaced.
+//
+//   ragged_model [variant] [ranks] [calls] [depth]
+//
+// Runs every sequence of so many calls, without a barrier between the ranks. In a call each rank
+// sends 0, 1 or several packs to each other rank, in windows of one pack for each block. So streams
+// have no window, one, or more than the epoch buffer has room for. 3 ranks have few streams in a
+// call, and run a part of the sequences. The patterns: a block and packs
+// of which half is sent; two blocks; and writes of all ranks into the same rows. The epoch wraps on
+// the way. The check that all run the same operation is left to collectives_model.cc. `depth` is
+// "quick", which runs some of the sequences, or "full".
+//
+// Checked are all results, that no rank waits for ever, that ranks access no words of a peer but
+// packets and those by which blocks tell what they have taken, and that all of these have been
+// cleared at the end. Variants other than "sound" break the protocol on purpose. Exit status: that
+// of collectives_model.cc.
+#include "atomics.h"
+//
+#include "half_packets.h"
+#include "totals.h"
+#include "xla_ffi/kernels/ragged.h"
+#include "xla_ffi/kernels/types.h"
+
+namespace jin = jax_intranode;
+
+namespace {
+
+constexpr int kMostRanks = 3;
+constexpr int kMostCalls = 3;
+constexpr int kMostBlocks = 2;
+constexpr int kMostPacks = 5;  // of a stream
+constexpr int kRows = kMostRanks * kMostPacks;
+
+// The packs that each rank sends to each other one.
+struct Plan {
+  int packs[kMostRanks][kMostRanks];
+  bool overlaps;
+};
+
+struct Variant {
+  bool no_room, room_a_window_early, taken_early, no_fence, never_cleared, no_acquire, no_release;
+  bool one_epoch_buffer, never_armed, first_word_only;
+};
+Variant broken;
+
+// What threads access without the machine. All of it belongs to the state.
+struct Local {
+  uint32_t out[kMostRanks][kMostCalls][kRows][4];
+};
+Local local;
+
+struct ModelThread {
+  int block, blocks;
+  int Thread() const { return 0; }
+  int Threads() const { return 1; }
+  int Block() const { return block; }
+  int Blocks() const { return blocks; }
+  void Sync() const {}
+  int FirstUpdate() const { return 0; }
+  size_t First() const { return block; }
+  size_t Stride() const { return blocks; }
+  bool Wait(size_t, int) {
+    model::TheMachine().Wait();
+    return true;
+  }
+  void Enter(uint32_t* busy, uint32_t*) {
+    if (jin::Exchange(busy, 1) != 0) model::TheMachine().Fail("wrong: the region is busy");
+  }
+  void Admit() const {}
+  void Refuse(const jin::UpdateFault&) const { model::TheMachine().Fail("wrong: refuses"); }
+};
+
+// A group as the protocol sees it, and the ways to break it: the functions below take the place of
+// those of ragged.h.
+struct ModelGroup : jin::Group {
+  char* EpochBuffer(int of_rank, uint32_t epoch) const {
+    return jin::Group::EpochBuffer(of_rank, broken.one_epoch_buffer ? 0 : epoch);
+  }
+};
+
+bool HasTaken(const ModelGroup& g, int to, int block, uint32_t windows) {
+  if (broken.no_room) return true;
+  return jin::HasTaken<ModelGroup>(g, to, block, windows - (broken.room_a_window_early ? 1 : 0));
+}
+void TellTaken(const ModelGroup& g, int to, int block, uint32_t windows) {
+  if (!broken.no_fence) {
+    model::TheMachine().AcquireFence();
+    model::TheMachine().ReleaseFence();
+  }
+  jin::Store(jin::TakenOf(g, to, g.rank, block), windows + (broken.taken_early ? 1 : 0));
+}
+void ClearTaken(const ModelGroup& g, int to, int block) {
+  if (!broken.never_cleared) jin::ClearTaken<ModelGroup>(g, to, block);
+}
+// Packets of which half is sent, as they are or broken.
+struct MaybeBroken : jin::HalfPackets {
+  static bool TryGet(char* slot, size_t i, jin::Pack* p) {
+    const bool all = HalfPackets::TryGet(slot, i, p);
+    return broken.first_word_only ? p->word[0] != jin::kEmpty : all;
+  }
+  static void Arm(char* slot, size_t i) {
+    if (!broken.never_armed) HalfPackets::Arm(slot, i);
+  }
+};
+
+uint32_t Value(int rank, int call, int row, int word) {
+  return 1 + rank * 10000 + call * 1000 + row * 10 + word;
+}
+
+// One sequence of calls.
+class Sequence {
+ public:
+  Sequence(int ranks, std::vector<Plan> plans, int blocks)
+      : ranks_(ranks),
+        blocks_(blocks),
+        plans_(std::move(plans)),
+        epoch_buffer_bytes_(jin::NoticeBytes(ranks, blocks, 1) +
+                            2 * (ranks - 1) * blocks * jin::HalfPackets::kBytes),
+        machine_(ranks * WordsOfRank(), jin::kEmpty, 0, {}) {
+    const size_t region_bytes = jin::kHeaderBytes + 2 * epoch_buffer_bytes_;
+    memset(&local, 0x5A, sizeof local);
+    machine_.AddLocalMemory(&local, sizeof local);
+    for (int r = 0; r < ranks_; ++r) {
+      memory_.push_back(std::make_unique<Aligned[]>(region_bytes / sizeof(Aligned) + 1));
+      regions_.push_back(reinterpret_cast<char*>(memory_[r].get()));
+      jin::RegionHeader* const header = Header(r);
+      memset(static_cast<void*>(header), 0, jin::kHeaderBytes);
+      for (uint32_t& epoch : header->epoch) epoch = First();
+      machine_.AddLocalMemory(header->epoch, sizeof header->epoch);
+      machine_.AddLocalMemory(header->busy, sizeof header->busy);
+      for (size_t word = 0; word < kTakenWords; ++word) {
+        machine_.SetInitial(r * WordsOfRank() + word, 0);
+      }
+    }
+    model::TheMemory().machine = &machine_;
+    model::TheMemory().shared = [this](const void* at) { return WordAt(at); };
+    for (int r = 0; r < ranks_; ++r) {
+      for (int b = 0; b < blocks_; ++b) {
+        machine_.AddThread("rank " + std::to_string(r) + " block " + std::to_string(b),
+                           [this, r, b] { RunBlock(r, b); });
+      }
+    }
+    machine_.OnEnd([this] { CheckEnd(); });
+    machine_.NameWords([this](size_t word) { return NameOf(word); });
+  }
+
+  model::Machine::Result Search() { return machine_.Search(); }
+
+ private:
+  struct alignas(64) Aligned {
+    char bytes[64];
+  };
+  static constexpr size_t kTakenWords = kMostRanks * kMostBlocks;
+
+  // The first epoch. It wraps in the middle.
+  uint32_t First() const { return 0u - static_cast<uint32_t>(plans_.size()) / 2; }
+  size_t WordsOfRank() const { return kTakenWords + 2 * epoch_buffer_bytes_ / 4; }
+  jin::RegionHeader* Header(int r) const {
+    return reinterpret_cast<jin::RegionHeader*>(regions_[r]);
+  }
+
+  long WordAt(const void* at) {
+    const char* const address = static_cast<const char*>(at);
+    for (int r = 0; r < ranks_; ++r) {
+      const long first = r * WordsOfRank();
+      for (int p = 0; p < ranks_; ++p) {
+        for (int b = 0; b < blocks_; ++b) {
+          if (at == &Header(r)->taken[p][b]) return first + p * kMostBlocks + b;
+        }
+      }
+      const long in_region = address - regions_[r];
+      const long in_buffers = in_region - static_cast<long>(jin::kHeaderBytes);
+      if (in_buffers >= 0 && in_buffers < static_cast<long>(2 * epoch_buffer_bytes_)) {
+        return first + kTakenWords + in_buffers / 4;
+      }
+      if (in_region >= 0 && in_buffers < 0) {
+        if (machine_.current() / blocks_ != r) machine_.Fail("wrong: accesses a peer's header");
+        return -1;
+      }
+    }
+    machine_.Fail("wrong: an access outside of all regions");
+    return -1;
+  }
+  std::string NameOf(size_t word) const {
+    const std::string of_rank = " of rank " + std::to_string(word / WordsOfRank());
+    const size_t in_rank = word % WordsOfRank();
+    if (in_rank < kTakenWords) return "taken word " + std::to_string(in_rank) + of_rank;
+    const size_t of_buffer = epoch_buffer_bytes_ / 4, packet = in_rank - kTakenWords;
+    return "word " + std::to_string(packet % of_buffer) + " of epoch buffer " +
+           std::to_string(packet / of_buffer) + of_rank;
+  }
+
+  // A row is a pack. The rows for rank d are the first ones, so reads overlap.
+  void RunBlock(int rank, int block) {
+    ModelGroup group;
+    for (int r = 0; r < ranks_; ++r) group.region[r] = regions_[r];
+    group.epoch_buffer_bytes = epoch_buffer_bytes_;
+    group.rank = rank;
+    group.size = ranks_;
+    for (size_t k = 0; k < plans_.size(); ++k) {
+      alignas(16) uint32_t in[kMostPacks][4];
+      int32_t tables[4][kMostRanks];
+      for (int i = 0; i < kMostPacks; ++i) {
+        for (int w = 0; w < 4; ++w) in[i][w] = Value(rank, k, i, w);
+      }
+      for (int r = 0; r < ranks_; ++r) {
+        tables[0][r] = 0;
+        tables[1][r] = plans_[k].packs[rank][r];
+        tables[2][r] = PlaceOf(k, rank);
+        tables[3][r] = plans_[k].packs[r][rank];
+      }
+      const jin::RaggedCall call{in,        local.out[rank][k], tables[0], tables[1], tables[2],
+                                 tables[3], 16,                 kMostPacks, kRows,    1,
+                                 static_cast<uint32_t>(blocks_)};
+      jin::RaggedTableOf<kMostRanks> table;
+      ModelThread thread{block, blocks_};
+      const uint32_t epoch = jin::Begin(thread, group);
+      uint32_t step = 0;
+      jin::Ragged<jin::BF16, MaybeBroken>::Run(thread, group, call, table, epoch, &step);
+      jin::End(thread, group, epoch);
+      // The end of a kernel orders all that its blocks did before all that the next kernel does.
+      machine_.AcquireFence();
+      machine_.Barrier(static_cast<int>(k) * ranks_ + rank, blocks_);
+      if (!broken.no_release) machine_.ReleaseFence();
+      machine_.Forget(k);
+      if (block == 0) CheckCall(rank, static_cast<int>(k));
+    }
+  }
+  int PlaceOf(int k, int source) const { return plans_[k].overlaps ? 0 : source * kMostPacks; }
+
+  void CheckCall(int rank, int k) {
+    for (int row = 0; row < kRows; ++row) {
+      int writer = -1;
+      for (int r = 0; r < ranks_; ++r) {
+        const int from = row - PlaceOf(k, r);
+        if (from >= 0 && from < plans_[k].packs[r][rank]) writer = r;
+      }
+      for (int w = 0; w < 2; ++w) {  // of half packets
+        const uint32_t wanted =
+            writer < 0 ? 0x5A5A5A5A : Value(writer, k, row - PlaceOf(k, writer), w);
+        if (local.out[rank][k][row][w] != wanted) {
+          machine_.Fail("wrong: the result of call " + std::to_string(k) + " on rank " +
+                        std::to_string(rank));
+        }
+      }
+    }
+  }
+
+  void CheckEnd() {
+    for (int r = 0; r < ranks_; ++r) {
+      for (size_t word = 0; word < WordsOfRank(); ++word) {
+        const uint32_t empty = word < kTakenWords ? 0 : jin::kEmpty;
+        if (machine_.Newest(r * WordsOfRank() + word) != empty) {
+          machine_.Fail("wrong: left full: " + NameOf(r * WordsOfRank() + word));
+        }
+      }
+    }
+  }
+
+  const int ranks_, blocks_;
+  const std::vector<Plan> plans_;
+  const size_t epoch_buffer_bytes_;
+  std::vector<std::unique_ptr<Aligned[]>> memory_;
+  std::vector<char*> regions_;
+  model::Machine machine_;
+};
+
+// The `number`-th way to choose the lengths of all streams of a call.
+Plan PlanOf(int ranks, size_t number, int longest, bool overlaps) {
+  Plan plan{{}, overlaps};
+  const int lengths[3] = {0, 1, longest};
+  for (int r = 0; r < ranks; ++r) {
+    for (int d = 0; d < ranks; ++d) {
+      if (r == d) {
+        plan.packs[r][d] = 1;
+      } else {
+        plan.packs[r][d] = lengths[number % 3];
+        number /= 3;
+      }
+    }
+  }
+  return plan;
+}
+
+// Of three ranks: whether at most two streams of each call have packs, and one of 29 of these.
+bool IsSmall(size_t number, size_t kinds, int calls) {
+  if (number % 29 != 5) return false;
+  for (int k = 0; k < calls; ++k, number /= kinds) {
+    int streams = 0;
+    for (size_t rest = number % kinds; rest > 0; rest /= 3) streams += rest % 3 != 0;
+    if (streams > 2) return false;
+  }
+  return true;
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  model::Totals totals(argc, argv, 2);
+  const int ranks = totals.ranks, calls = totals.operations;
+  const bool known =
+      model::Break<Variant>(&broken, totals.variant,
+                            {{"no_room", {&Variant::no_room}},
+                             {"room_a_window_early", {&Variant::room_a_window_early}},
+                             {"taken_early", {&Variant::taken_early}},
+                             {"no_fence", {&Variant::no_fence}},
+                             {"never_cleared", {&Variant::never_cleared}},
+                             {"no_acquire", {&Variant::no_acquire}},
+                             {"no_release", {&Variant::no_release}},
+                             {"one_epoch_buffer", {&Variant::one_epoch_buffer}},
+                             {"never_armed", {&Variant::never_armed}},
+                             {"first_word_only", {&Variant::first_word_only}}});
+  if (!known || ranks < 2 || ranks > kMostRanks || calls < 1 || calls > kMostCalls) {
+    printf("unknown variant, not 2 or 3 ranks, or too many calls\n");
+    return 2;
+  }
+  model::TheMemory().no_acquire = broken.no_acquire;
+  const bool quick = totals.more == "quick";
+  size_t kinds = 1;
+  for (int k = 0; k < ranks * (ranks - 1); ++k) kinds *= 3;
+  size_t sequences = 1;
+  for (int k = 0; k < calls; ++k) sequences *= kinds;
+  for (int pattern = 0; pattern < 3; ++pattern) {
+    if (ranks > 2 && pattern == 1) continue;
+    const int blocks = pattern == 1 ? 2 : 1;
+    for (size_t number = 0; number < sequences; ++number) {
+      if ((quick || pattern > 0) && number % 7 != static_cast<size_t>(pattern) % 7) continue;
+      if (ranks > 2 && !IsSmall(number, kinds, calls)) continue;
+      std::vector<Plan> plans;
+      std::string names = "pattern " + std::to_string(pattern);
+      for (int k = 0; k < calls; ++k) {
+        size_t rest = number;
+        for (int later = 0; later < k; ++later) rest /= kinds;
+        plans.push_back(PlanOf(ranks, rest % kinds, blocks == 2 || ranks > 2 ? 3 : kMostPacks,
+                               pattern == 2));
+        names += " " + std::to_string(rest % kinds);
+      }
+      if (totals.IsWrong(Sequence(ranks, plans, blocks).Search(), names)) return 1;
+    }
+  }
+  totals.Print();
+  return 0;
+}

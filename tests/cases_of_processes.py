@@ -5,6 +5,7 @@ import functools
 import cases_of_collectives  # noqa: F401
 import cases_of_matmuls  # noqa: F401
 import cases_of_norms
+import cases_of_ragged  # noqa: F401
 import cases_of_rewriting
 import cases_of_segments  # noqa: F401
 import cases_of_set_up

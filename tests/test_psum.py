@@ -6,6 +6,7 @@ from typing import Any
 import cases
 import cases_of_collectives  # noqa: F401
 import cases_of_matmuls  # noqa: F401
+import cases_of_ragged  # noqa: F401
 import cases_of_segments  # noqa: F401
 import jax
 import jax.numpy as jnp
@@ -38,6 +39,8 @@ def is_quick(name: str) -> bool:
         return False
     if name.startswith("segments_of_every_dtype-"):
         return name.endswith(QUICK_IN_SEGMENTS)
+    if name.startswith("ragged_of_random_tables-"):
+        return name.endswith(("2-1", "2-3", "8-0", "8-2", "8-3"))
     if name.startswith("random_permutes-"):
         return name.endswith(("s-0", "s-10"))
     return True

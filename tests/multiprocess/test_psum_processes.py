@@ -21,6 +21,7 @@ QUICK = {
     "exact_matmuls": ("129-bfloat16",),
     "random_program": ("4",),
     "random_permutes": ("0",),
+    "ragged_of_random_tables": ("2-0", "2-1", "2-3"),
     "random_programs_in_turn": (),
     "graphs_of_segments_in_turn": (),
     "independent_calls_of_unequal_cost": (),
@@ -40,6 +41,7 @@ QUICK_OF_FOUR = QUICK | {
     "chain_with_delays": ("psum",),
     "permuted_devices": ("0",),
     "random_permutes": ("10",),
+    "ragged_of_random_tables": ("4-3",),
     "sums_on_two_nodes": ("shared_memory",),
 }
 

@@ -237,7 +237,9 @@ def _by_gather(params: RaggedParams, operand: Any, output: Any, *tables: Any) ->
     rows = rows.reshape(-1, *operand.shape[1:])
     last, row = _last_writer(places, sizes, output.shape[0]), jnp.arange(output.shape[0])
     source = last // (len(sizes) // params.world_size)
-    taken = rows[jnp.clip(source * len(operand) + starts[last] + row - places[last], 0, len(rows) - 1)]
+    taken = rows[
+        jnp.clip(source * len(operand) + starts[last] + row - places[last], 0, len(rows) - 1)
+    ]
     return jnp.where(_over_rows(last >= 0, output), taken, output)
 
 
@@ -330,9 +332,7 @@ def _decide_gradient(site: LoweringSite, avals: Sequence[Any], params: RaggedPar
         back = mlir.lower_fun(lambda *vs: _sum_of_reads(exchange, params, *vs), False)
         return list(back(ctx, *xs))
 
-    return Decision(
-        lower, lambda: _decide(site, [ct, operand, *tables], params).operations()
-    )
+    return Decision(lower, lambda: _decide(site, [ct, operand, *tables], params).operations())
 
 
 # Rules.

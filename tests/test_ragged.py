@@ -1,0 +1,451 @@
+"""ragged_all_to_all: types, gradients, transformations, bad tables, and where lax can't run it.
+
+cases_of_ragged.py compares its results with NumPy's, for random tables.
+"""
+
+import itertools
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import ragged_tables
+from cases import line, make_mesh, sharded
+from devices import need_devices
+from jax import export, lax
+from jax.sharding import PartitionSpec as P
+from jax.test_util import check_grads
+from ragged_tables import program
+
+import jax_intranode
+from jax_intranode._src.ops.ragged_all_to_all import RaggedParams
+
+NAMES = ("input_offsets", "send_sizes", "output_offsets", "recv_sizes")
+# The example of lax's documentation.
+OPERAND = np.array([[1, 2, 2], [3, 4, 0]], np.int32)
+OUTPUT = np.zeros((2, 4), np.int32)
+TABLES = [
+    np.array(table, np.int32)
+    for table in ([[0, 1], [0, 1]], [[1, 2], [1, 1]], [[0, 0], [1, 2]], [[1, 1], [2, 1]])
+]
+RESULT = np.array([[1, 3, 0, 0], [2, 2, 4, 0]], np.int32)
+
+
+@pytest.fixture(autouse=True)
+def devices() -> Iterator[None]:
+    need_devices(2)
+    yield
+
+
+@pytest.fixture
+def x64() -> Iterator[None]:
+    with jax.enable_x64(True):
+        yield
+
+
+def algorithms(f: Callable[..., Any], *args: Any) -> list[str]:
+    return [call.algorithm for call in jax_intranode.explain(f)(*args)]
+
+
+# What JAX's own tests of lax's function check (tests/ragged_collective_test.py). They skip CPUs.
+
+
+@pytest.mark.parametrize("library", [jax_intranode, lax])
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_example_of_lax(library: Any, check_vma: bool) -> None:
+    f = jax.jit(program(2, library, check_vma))
+    with jax_intranode.accelerate():
+        assert algorithms(f, OPERAND, OUTPUT, *TABLES) == ["ragged"]
+        np.testing.assert_array_equal(f(OPERAND, OUTPUT, *TABLES), RESULT)
+
+
+@pytest.mark.parametrize("library", [jax_intranode, lax])
+def test_eager(library: Any) -> None:
+    with jax_intranode.accelerate():
+        found = program(2, library)(OPERAND, OUTPUT, *TABLES)
+    np.testing.assert_array_equal(found, RESULT)
+
+
+@pytest.mark.parametrize("library", [jax_intranode, lax])
+@pytest.mark.parametrize("groups", [((0, 1), (2, 3)), ((0, 2), (3, 1)), ((0,), (1,), (2,), (3,))])
+def test_axis_index_groups(library: Any, groups: tuple[tuple[int, ...], ...]) -> None:
+    need_devices(4)
+    operand = np.stack([*OPERAND, *10 * OPERAND])
+    output = np.zeros((4, 4), np.int32)
+    size = len(groups[0])
+    tables = [np.concatenate([table, table])[:, :size] for table in TABLES]
+    if size == 1:
+        tables[3] = tables[1]
+    f = jax.jit(program(4, library, axis_index_groups=groups))
+    with jax_intranode.accelerate():
+        found = f(operand, output, *tables)
+    for group in groups:
+        ranks = list(group)
+        of_group = [table[ranks] for table in tables]
+        if size == 2:  # each rank gets what its place in the group says, whoever it is
+            of_group[3] = ragged_tables.received(of_group[1])
+        wanted = ragged_tables.expected(operand[ranks], output[ranks], of_group)
+        np.testing.assert_array_equal(found[jnp.array(ranks)], wanted)
+
+
+@pytest.mark.parametrize("library", [jax_intranode, lax])
+@pytest.mark.parametrize("batch", [0, 1])
+def test_vmap_of_shard_map(library: Any, batch: int) -> None:
+    f = program(2, library)
+    args = [np.stack([x, x[::-1] if x.shape[1] == 3 else x], batch) for x in (OPERAND, OUTPUT)]
+    args += [np.stack([table, table], batch) for table in TABLES]
+    with jax_intranode.accelerate():
+        found = jax.vmap(f, in_axes=batch)(*args)
+        each = [f(*(np.take(x, i, batch) for x in args)) for i in range(2)]
+    np.testing.assert_array_equal(found, np.stack(each))
+    np.testing.assert_array_equal(found[0], RESULT)
+
+
+def test_vmap_with_a_mesh_axis() -> None:
+    """The batch is divided over another axis of the mesh, as in test_vmap_basic."""
+    need_devices(8)
+    mesh = make_mesh((2, 4), ("x", "y"))
+    x = np.tile(np.arange(8.0)[:, None], (1, 3))
+    tables = [np.array(t, np.int32) for t in ([[0, 2]] * 2, [[2, 2]] * 2, [[0, 0], [2, 2]])]
+    tables.append(tables[1])
+    wanted = x[[0, 1, 4, 5, 2, 3, 6, 7]]
+
+    def body(x: Any, output: Any, *tables: Any) -> Any:
+        rest = [table[0] for table in tables]
+        return lax.ragged_all_to_all(x, output, *rest, axis_name="x")
+
+    f = sharded(body, mesh, P("x"), P("x"))
+    with jax_intranode.accelerate():
+        np.testing.assert_array_equal(jax.jit(f)(x, x, *tables), wanted)
+        batched = [np.stack([v] * 4) for v in (x, x, *tables)]
+        mapped = jax.jit(jax.vmap(f, spmd_axis_name="y"))
+        np.testing.assert_array_equal(mapped(*batched), np.stack([wanted] * 4))
+
+
+@pytest.mark.parametrize("library", [jax_intranode, lax])
+@pytest.mark.parametrize("number", range(4))
+def test_errors_of_lax(library: Any, number: int) -> None:
+    args = [jnp.ones(6), jnp.ones(7), *(jnp.array([0, 1, 3]) for _ in range(4))]
+    name = NAMES[number]
+    for wrong, text in (
+        (jnp.array([0.0, 1.0, 3.0]), f"{name} must be integer type"),
+        (jnp.array([[0, 1, 3]]), rf"{name} must be rank 1 with .*, but got shape \(1, 3\)"),
+        (jnp.array([], int), rf"{name} must be rank 1 with .*, but got shape \(0,\)"),
+    ):
+        with pytest.raises(ValueError, match=f"ragged_all_to_all {text}"):
+            jax.jit(partial(library.ragged_all_to_all, axis_name="x")).lower(
+                *args[: 2 + number], wrong, *args[3 + number :]
+            )
+
+
+# Errors that lax does not have.
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        (lambda xs: [xs[0].astype(np.float32), *xs[1:]], "operand is float32, output is int32"),
+        (lambda xs: [xs[0][..., None], *xs[1:]], r"operand has the shape \(3, 1\), output \(4,\)"),
+        (lambda xs: [*xs[:2], *(t[:, :1] for t in xs[2:])], "1 updates for 2 ranks"),
+        (lambda xs: [*xs[:5], np.tile(xs[5], 2)], "different lengths: .* recv_sizes 4"),
+    ],
+)
+def test_errors_while_tracing(change: Any, text: str) -> None:
+    with pytest.raises(ValueError, match=text):
+        program(2)(*change([OPERAND, OUTPUT, *TABLES]))
+
+
+def test_unbound_axis() -> None:
+    args = [x[0] for x in (OPERAND, OUTPUT, *TABLES)]
+    with pytest.raises(NameError, match="unbound axis name"):
+        jax_intranode.ragged_all_to_all(*args, axis_name="x")
+
+
+# Bad tables. The operand has 3 rows, the output 4.
+BAD = {
+    "negative size": (1, -1, "update 0 from rank 1 to rank 0 has -1 rows"),
+    "size": (1, 4, "has 4 rows from row 0 of an operand with 3 rows to row 1 of an output with 4"),
+    "negative start": (0, -1, "has 1 rows from row -1 of an operand"),
+    "start": (0, 3, "has 1 rows from row 3 of an operand with 3 rows"),
+    "negative place": (2, -2, "to row -2 of an output"),
+    "place": (2, 4, "to row 4 of an output with 4 rows"),
+    "largest": (2, 2**31 - 1, "to row 2147483647 of an output"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_tables_are_failures(name: str) -> None:
+    """Both ranks find it; no row is written outside; and the group goes on."""
+    table, value, text = BAD[name]
+    tables = [t.copy() for t in TABLES]
+    tables[table][1, 0] = value
+    if table == 1:
+        tables[3][0, 1] = value
+    f = jax.jit(program(2))
+    good = f(OPERAND, OUTPUT, *TABLES)
+    with pytest.raises(Exception, match=text):
+        jax.block_until_ready(f(OPERAND, OUTPUT, *tables))
+    np.testing.assert_array_equal(good, RESULT)
+    np.testing.assert_array_equal(f(OPERAND, OUTPUT, *TABLES), RESULT)
+
+
+def test_sizes_that_differ_are_a_failure() -> None:
+    tables = [t.copy() for t in TABLES]
+    tables[3][1, 0] = 1
+    text = "update 0 from rank 0 to rank 1 has 2 rows .* recv_sizes of rank 1 says 1 rows"
+    with pytest.raises(Exception, match=text):
+        jax.block_until_ready(jax.jit(program(2))(OPERAND, OUTPUT, *tables))
+
+
+@pytest.mark.parametrize("dtype", ["int64", "uint8", "uint64", "int16"])
+def test_tables_of_other_dtypes(x64: None, dtype: str) -> None:
+    tables = [t.astype(dtype) for t in TABLES]
+    f = jax.jit(program(2))
+    np.testing.assert_array_equal(f(OPERAND, OUTPUT, *tables), RESULT)
+    if dtype.endswith("64"):
+        tables[0][1, 0] = 1 << 32  # which is no 0
+        with pytest.raises(Exception, match="from row 2147483647 of an operand"):
+            jax.block_until_ready(f(OPERAND, OUTPUT, *tables))
+
+
+def test_operand_and_output_may_be_the_same_array() -> None:
+    x = np.arange(8, dtype=np.float32).reshape(2, 4)
+    tables = [np.array(t, np.int32) for t in ([[0, 1]] * 2, [[1, 2]] * 2, [[3, 1], [2, 2]])]
+    tables.append(ragged_tables.received(tables[1]))
+
+    def body(x: Any, *tables: Any) -> Any:
+        v = x[0] * 2
+        found = jax_intranode.ragged_all_to_all(v, v, *(t[0] for t in tables), axis_name="x")
+        return jnp.stack([found, v])[None]
+
+    found = jax.jit(sharded(body, line(2), P("x"), P("x")))(x, *tables)
+    np.testing.assert_array_equal(found[:, 0], ragged_tables.expected(2 * x, 2 * x, tables))
+    np.testing.assert_array_equal(found[:, 1], 2 * x)
+
+
+# Gradients.
+
+
+def linear_map(operand: np.ndarray, output: np.ndarray, tables: Any) -> Any:
+    """Which row of all operands each row of the results is; -1: that of the output."""
+    n = len(operand)
+    numbers = np.arange(n * operand.shape[1]).reshape(n, -1)
+    return ragged_tables.expected(numbers, np.full(output.shape[:2], -1), tables)
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+@pytest.mark.parametrize(
+    ("n", "k", "kind"),
+    [(2, 1, "apart"), (2, 3, "over"), (3, 1, "same"), (4, 2, "over"), (2, 2, "empty")],
+)
+def test_gradients(n: int, k: int, kind: str, check_vma: bool, x64: None) -> None:
+    """Of the linear map itself, and numerically, also of the gradient."""
+    need_devices(n)
+    rng = np.random.default_rng([n, k])
+    tables = ragged_tables.tables(rng, n, k, 5, 9, kind)
+    operand, output = (rng.normal(size=(n, rows, 2)) for rows in (5, 9))
+    f = jax.jit(program(n, check_vma=check_vma))
+    result, back = jax.vjp(lambda x, y: f(x, y, *tables), operand, output)
+    ct = rng.normal(size=result.shape)
+    of_operand, of_output = back(ct)
+    rows = linear_map(operand, output, tables)
+    wanted = np.zeros((n * 5, 2))
+    np.add.at(wanted, rows[rows >= 0], ct[rows >= 0])
+    np.testing.assert_allclose(of_operand.reshape(-1, 2), wanted, rtol=1e-12)
+    np.testing.assert_array_equal(of_output, np.where(rows[..., None] >= 0, 0, ct))
+    check_grads(lambda x, y: f(x, y, *tables), (operand, output), order=2)
+
+
+def test_gradients_of_reads_are_summed_in_rank_order_and_rounded_once() -> None:
+    n = min(8, len(jax.devices()))
+    rng = np.random.default_rng(0)
+    operand, output = np.zeros((n, 3), jnp.bfloat16), np.zeros((n, n * 3), jnp.bfloat16)
+    sizes = np.full((n, n), 3, np.int32)  # each rank sends all it has to all
+    tables = [0 * sizes, sizes, np.repeat(3 * np.arange(n, dtype=np.int32)[:, None], n, 1), sizes]
+    ct = rng.normal(size=output.shape).astype(jnp.bfloat16)
+    _, back = jax.vjp(lambda x: jax.jit(program(n))(x, output, *tables), operand)
+    (found,) = back(ct)
+    total = np.zeros((n, 3), np.float32)
+    for of_rank in ct.reshape(n, n, 3):
+        total += of_rank.astype(np.float32)
+    np.testing.assert_array_equal(found, total.astype(jnp.bfloat16))
+
+
+def test_gradient_of_output_where_an_update_is_empty() -> None:
+    """Its offset is that of the next update, as where offsets are cumulated sizes.
+
+    The mask of lax's rule is wrong here.
+    """
+    tables = [np.array(t, np.int32) for t in ([[0, 0]] * 2, [[0, 0], [2, 0]], [[0, 0]] * 2)]
+    tables.append(ragged_tables.received(tables[1]))
+    f = jax.jit(program(2))
+    gradient = jax.grad(lambda y: f(np.ones((2, 3), np.float32), y, *tables).sum())
+    np.testing.assert_array_equal(
+        gradient(np.ones((2, 4), np.float32)), [[0, 0, 1, 1], [1, 1, 1, 1]]
+    )
+
+
+# Transformations.
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+@pytest.mark.parametrize(
+    "axes", [(0, 0, 0, 0, 0, 0), (0, None, *[None] * 4), (None, 1, 0, None, 0, None)]
+)
+def test_vmap(axes: tuple[int | None, ...], check_vma: bool) -> None:
+    rng = np.random.default_rng(0)
+    tables = ragged_tables.tables(rng, 2, 2, 5, 9, "over")
+    xs = [*ragged_tables.operands(rng, 2, (5, 9), (3,), "float32"), *tables]
+    batched = [np.stack([x, x], 0) if a is not None else x for x, a in zip(xs, axes, strict=True)]
+    for i in range(2):
+        if axes[i] is not None:
+            batched[i][1] *= 2
+
+    def body(*xs: Any) -> Any:
+        of_rank = [x[0] if a is None else x[:, 0] for x, a in zip(xs, axes, strict=True)]
+        moved = [v if not a else jnp.moveaxis(v, 0, a) for v, a in zip(of_rank, axes, strict=True)]
+        call = lambda *v: jax_intranode.ragged_all_to_all(*v, axis_name="x")  # noqa: E731
+        return jax.vmap(call, axes)(*moved)[:, None]
+
+    specs = tuple(P("x") if a is None else P(None, "x") for a in axes)
+    f = jax.jit(sharded(body, line(2), specs, P(None, "x"), check_vma))
+    assert algorithms(f, *batched) == ["ragged"]
+    found = f(*batched)
+    for i in range(2):
+        of_batch = [x if a is None else x[i] for x, a in zip(batched, axes, strict=True)]
+        wanted = ragged_tables.expected(of_batch[0], of_batch[1], of_batch[2:])
+        np.testing.assert_array_equal(found[i], wanted)
+
+
+def test_vmap_of_the_gradient() -> None:
+    rng = np.random.default_rng(0)
+    tables = ragged_tables.tables(rng, 2, 2, 5, 9, "same")
+    operand, output = ragged_tables.operands(rng, 2, (5, 9), (3,), "float32")
+    f = jax.jit(program(2))
+    _, back = jax.vjp(lambda x: f(x, output, *tables), operand)
+    cts = rng.normal(size=(3, *output.shape)).astype(np.float32)
+    (found,) = jax.vmap(back)(cts)
+    for i in range(3):
+        np.testing.assert_array_equal(found[i], back(cts[i])[0])
+
+
+def test_axis_of_vmap() -> None:
+    """The axis is no mesh axis: all-gathers run it."""
+    call = lambda *xs: jax_intranode.ragged_all_to_all(*xs, axis_name="x")  # noqa: E731
+    found = jax.vmap(call, axis_name="x")(OPERAND, OUTPUT, *TABLES)
+    np.testing.assert_array_equal(found, RESULT)
+
+
+def test_axis_of_vmap_that_hides_a_mesh_axis() -> None:
+    call = lambda *xs: jax_intranode.ragged_all_to_all(*xs, axis_name="x")  # noqa: E731
+    body = lambda *xs: jax.vmap(call, axis_name="x")(*xs)  # noqa: E731
+    found = jax.jit(sharded(body, line(2), P(), P()))(OPERAND, OUTPUT, *TABLES)
+    np.testing.assert_array_equal(found, RESULT)
+
+
+@pytest.mark.parametrize("policy", [None, jax.checkpoint_policies.everything_saveable])
+def test_scan_and_remat(policy: Any, x64: None) -> None:
+    rng = np.random.default_rng(0)
+    tables = ragged_tables.tables(rng, 2, 1, 6, 6, "apart")
+
+    def body(x: Any, *tables: Any) -> Any:
+        def layer(v: Any) -> Any:
+            rest = [t[0] for t in tables]
+            return jnp.sin(jax_intranode.ragged_all_to_all(v, v, *rest, axis_name="x"))
+
+        step = jax.checkpoint(layer, policy=policy)
+        return lax.scan(lambda v, _: (step(v), None), x[0], None, length=3)[0][None]
+
+    f = jax.jit(sharded(body, line(2), P("x"), P("x"), check_vma=True))
+    check_grads(lambda x: f(x, *tables), (rng.normal(size=(2, 6, 2)),), 1, modes=("rev",))
+
+
+def test_output_that_does_not_vary() -> None:
+    """Its type would be that of the result in lax; the result varies."""
+
+    def body(x: Any, *tables: Any) -> Any:
+        rest = [t[0] for t in tables]
+        found = jax_intranode.ragged_all_to_all(x[0], jnp.zeros(4), *rest, axis_name="x")
+        assert "x" in jax.typeof(found).manual_axis_type.varying
+        return found[None]
+
+    f = jax.jit(sharded(body, line(2), P("x"), P("x"), check_vma=True))
+    found = f(OPERAND.astype(np.float32), *TABLES)
+    np.testing.assert_array_equal(found, RESULT)
+
+
+def test_several_axes_and_a_group_of_one() -> None:
+    need_devices(4)
+    tables = ragged_tables.tables(np.random.default_rng(0), 4, 1, 5, 9, "over")
+    xs = ragged_tables.operands(np.random.default_rng(1), 4, (5, 9), (2,), "float32")
+    mesh = make_mesh((2, 2, 1), ("x", "y", "z"))
+    call = lambda *v: jax_intranode.ragged_all_to_all(  # noqa: E731
+        *(x[0] for x in v), axis_name=("x", "y")
+    )[None]
+    f = jax.jit(sharded(call, mesh, P(("x", "y")), P(("x", "y"))))
+    np.testing.assert_array_equal(f(*xs, *tables), ragged_tables.expected(*xs, tables))
+    one = ragged_tables.tables(np.random.default_rng(0), 1, 2, 5, 9, "over")
+    found = jax.jit(program(1, mesh=make_mesh((1,), ("x",))))(xs[0][:1], xs[1][:1], *one)
+    np.testing.assert_array_equal(found, ragged_tables.expected(xs[0][:1], xs[1][:1], one))
+
+
+# Where lax runs it in place of us, and lax can't.
+
+
+@pytest.mark.parametrize("library", [jax_intranode, lax])
+def test_arrays_without_rows(library: Any) -> None:
+    tables = [np.zeros((2, 2), np.int32)] * 4
+    with jax_intranode.accelerate():
+        for rows in ((0, 3), (3, 0)):
+            xs = [np.ones((2, count, 2), np.float32) for count in rows]
+            np.testing.assert_array_equal(jax.jit(program(2, library))(*xs, *tables), xs[1])
+
+
+def test_more_updates_than_kernels_take() -> None:
+    tables = ragged_tables.tables(np.random.default_rng(0), 2, 600, 5, 9, "over")
+    xs = ragged_tables.operands(np.random.default_rng(1), 2, (5, 9), (2,), "float32")
+    f = jax.jit(program(2))
+    assert algorithms(f, *xs, *tables) == ["lax"]
+    np.testing.assert_array_equal(f(*xs, *tables), ragged_tables.expected(*xs, tables))
+
+
+@pytest.mark.parametrize("platforms", [["cpu"], ["cpu", "cuda"]])
+def test_export(platforms: list[str]) -> None:
+    args = (OPERAND, OUTPUT, *TABLES)
+    exported = export.export(jax.jit(program(2)), platforms=platforms)(*args)
+    again = export.deserialize(exported.serialize())
+    mesh = line(2)
+    placed = [jax.device_put(x, jax.NamedSharding(mesh, P("x"))) for x in args]
+    np.testing.assert_array_equal(jax.jit(again.call)(*placed), RESULT)
+
+
+def test_all_gathers_give_the_same_bits() -> None:
+    rng = np.random.default_rng(0)
+    for kind, k in itertools.product(("over", "same", "empty"), (1, 3)):
+        tables = ragged_tables.tables(rng, 2, k, 7, 9, kind)
+        xs = ragged_tables.operands(rng, 2, (7, 9), (2,), "bfloat16")
+        params = RaggedParams(("x",), None, 2)
+        body = lambda *v: params.by_lax([x[0] for x in v])[0][None]  # noqa: E731, B023
+        found = jax.jit(sharded(body, line(2), P("x"), P("x")))(*xs, *tables)
+        np.testing.assert_array_equal(found, ragged_tables.expected(*xs, tables))
+
+
+# Unedited programs.
+
+
+def test_unedited_gradient() -> None:
+    """lax's rules have been applied: the operand's gradient is a ragged all-to-all, too."""
+    tables = [np.array(t, np.int32) for t in TABLES]
+    operand, output = OPERAND.astype(np.float32), OUTPUT.astype(np.float32)
+
+    def loss(x: Any, library: Any) -> Any:
+        return (program(2, library)(x, output, *tables) ** 2).sum()
+
+    with jax_intranode.accelerate():
+        found = jax.jit(jax.grad(lambda x: loss(x, lax)))
+        assert "lax" not in algorithms(found, operand)
+        gradient = found(operand)
+    np.testing.assert_array_equal(gradient, jax.grad(lambda x: loss(x, jax_intranode))(operand))

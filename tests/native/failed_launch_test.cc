@@ -61,8 +61,7 @@ cudaError_t Launch(const DeviceOperation& operation, const DeviceGroup&, const P
   permutations_of_call = operation.permutations;
   return next_status;
 }
-cudaError_t LaunchRagged(ElementType, const DeviceGroup&, const RaggedCall&, LaunchShape,
-                         cudaStream_t) {
+cudaError_t Launch(const DeviceOperation&, const DeviceGroup&, const RaggedCall&, cudaStream_t) {
   return next_status;
 }
 bool NormFits(ElementType, const NormCall&, LaunchShape) { return true; }

@@ -103,15 +103,6 @@ void ExportLimits(nb::module_& m) {
       },
       nb::arg("algorithm"), nb::arg("dtype"), nb::arg("nbytes"), nb::arg("world_size"),
       nb::arg("segments"), "Bytes of an epoch buffer that an operation takes.");
-  m.def(
-      "ragged_window",
-      [](const std::string& dtype, size_t epoch_buffer_bytes, int world_size, int blocks,
-         uint32_t updates) {
-        return RaggedWindow(epoch_buffer_bytes, world_size, blocks, updates,
-                            PacketBytes(TypeOf(Algorithm::kRagged, dtype)));
-      },
-      nb::arg("dtype"), nb::arg("epoch_buffer_bytes"), nb::arg("world_size"), nb::arg("blocks"),
-      nb::arg("updates"), "Packs of a window of a ragged all-to-all; 0 if there is no room.");
   m.attr("MAX_HIDDEN") = kMaxHidden;
   m.def(
       "norm_rows_per_operation",

@@ -245,15 +245,17 @@ inline ffi::Error CollectRagged(int size, int blocks, size_t epoch_buffer_bytes,
   };
   const size_t in_rows = rows(xs[0]), out_rows = rows(xs[1]), count = xs[2].element_count();
   const std::optional<ElementType> found = ElementTypeOf(Algorithm::kRagged, xs[0].element_type());
-  if (!found || xs[1].element_type() != xs[0].element_type() ||
-      ys[0].element_type() != xs[0].element_type()) {
-    return refused("an operand, an output and a result of different types");
-  }
-  if (in_rows == 0 || out_rows == 0 || in_rows > INT32_MAX || out_rows > INT32_MAX ||
-      ys[0].element_count() != xs[1].element_count() || xs[0].size_bytes() == 0 ||
-      xs[0].size_bytes() / in_rows != xs[1].size_bytes() / out_rows) {
-    return refused("an operand of ", in_rows, " rows of ", xs[0].size_bytes(),
-                   " bytes and an output of ", out_rows, " rows of ", xs[1].size_bytes(), " bytes");
+  const size_t bytes = xs[0].size_bytes(), out_bytes = xs[1].size_bytes();
+  const ffi::DataType type_of_rows = xs[0].element_type();
+  if (!found || xs[1].element_type() != type_of_rows || ys[0].element_type() != type_of_rows ||
+      bytes == 0 || out_bytes == 0 || in_rows > INT32_MAX || out_rows > INT32_MAX ||
+      bytes / in_rows != out_bytes / out_rows || ys[0].size_bytes() != out_bytes ||
+      ys[0].untyped_data() != xs[1].untyped_data() ||
+      xs[0].untyped_data() == xs[1].untyped_data()) {
+    return refused("an operand of ", in_rows, " rows and ", bytes, " bytes, and an output of ",
+                   out_rows, " rows and ", out_bytes,
+                   " bytes; their types and rows must be alike, and the result takes the memory of "
+                   "the output");
   }
   for (size_t i = 2; i < 6; ++i) {
     if (xs[i].element_type() != ffi::S32 || xs[i].element_count() != count || count == 0 ||
@@ -262,12 +264,8 @@ inline ffi::Error CollectRagged(int size, int blocks, size_t epoch_buffer_bytes,
                      " ranks or more than ", kMaxUpdates, " together");
     }
   }
-  if (ys[0].untyped_data() != xs[1].untyped_data() ||
-      xs[0].untyped_data() == xs[1].untyped_data()) {
-    return refused("a result that does not take the memory of output, or an operand that does");
-  }
   const auto table = [&](size_t i) { return static_cast<const int32_t*>(xs[i].untyped_data()); };
-  const size_t row_bytes = xs[0].size_bytes() / in_rows;
+  const size_t row_bytes = bytes / in_rows;
   const auto updates = static_cast<uint32_t>(count / size);
   const size_t most = std::min(in_rows, out_rows) * row_bytes;
   if (PacksOf(most) > kMaxPacks / updates) {

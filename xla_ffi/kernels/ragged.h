@@ -58,7 +58,7 @@ struct RaggedCall {
 };
 
 // Bytes of an epoch buffer that notices take, and packs of a window behind them (0: no room).
-inline size_t NoticeBytes(int size, int blocks, uint32_t updates) {
+JIN_HOST_FN size_t NoticeBytes(int size, int blocks, uint32_t updates) {
   return size_t{FlaggedPackets::kBytes} * (size - 1) * blocks * updates;
 }
 inline uint32_t RaggedWindow(size_t epoch_buffer_bytes, int size, int blocks, uint32_t updates,
@@ -192,9 +192,9 @@ struct Ragged {
       return g.EpochBuffer(of_rank, epoch) + slot * c.updates * FlaggedPackets::kBytes;
     }
     JIN_FN char* Window(int of_rank, int from, uint32_t w) const {
-      const size_t notices = size_t{FlaggedPackets::kBytes} * (g.size - 1) * t.Blocks() * c.updates;
       const size_t slot = (w % 2) * (g.size - 1) + SlotOf(from, of_rank);
-      return g.EpochBuffer(of_rank, epoch) + notices + slot * c.window * Packets::kBytes;
+      return g.EpochBuffer(of_rank, epoch) + NoticeBytes(g.size, t.Blocks(), c.updates) +
+             slot * c.window * Packets::kBytes;
     }
 
     // Calls `act(peer, j, unit)` for packs j < packs(peer) of this thread, of each other rank.

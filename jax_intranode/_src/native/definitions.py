@@ -74,9 +74,6 @@ packet_bytes: Callable[..., int] = _host.packet_bytes
 epoch_buffer_bytes_needed: Callable[..., int] = _host.epoch_buffer_bytes_needed
 # (algorithm, packs, world_size, segments) -> packs of each segment of an operation of so many.
 segment_packs: Callable[..., int] = _host.segment_packs
-# (dtype, epoch_buffer_bytes, world_size, blocks, updates) -> packs of a window of a ragged
-# all-to-all of so many updates for each rank; 0 if the epoch buffer has no room.
-ragged_window: Callable[..., int] = _host.ragged_window
 # (algorithm, dtype, hidden, world_size, epoch_buffer_bytes) -> the most rows of a rank's result,
 # of `hidden` elements each, that one operation of a norm computes; 0 if no row fits.
 norm_rows_per_operation: Callable[..., int] = _host.norm_rows_per_operation

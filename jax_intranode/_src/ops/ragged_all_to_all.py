@@ -19,8 +19,8 @@ from jax_intranode._src.ops import collective, fallback
 from jax_intranode._src.ops.annotations import AxisNames
 from jax_intranode._src.ops.collective import AllGatherParams, Params, all_gather_p
 from jax_intranode._src.ops.lowering_site import LoweringSite
-from jax_intranode._src.ops.primitive import Decision, OpPrimitive
-from jax_intranode._src.selection import generations, select
+from jax_intranode._src.ops.primitive import Decision, OpPrimitive, nbytes
+from jax_intranode._src.selection import select
 
 TABLES = ("input_offsets", "send_sizes", "output_offsets", "recv_sizes")
 
@@ -79,22 +79,19 @@ def ragged_all_to_all(
 
     Each rank has the same number of *updates* for each rank. An update copies rows of the operand
     to rows of the output of that rank. Inside ``jax.shard_map`` over devices of one host, each rank
-    writes the rows of all updates into the memory of the ranks that get them. Links carry the rows
-    that are sent, and no more. Bits are kept, except that a floating-point NaN may become another
-    NaN. On CPU devices, where ``jax.lax`` has no such operation, calls that this package does not
-    accelerate are computed by an ``all_gather`` of all operands.
+    writes the rows that it sends, and no more, into the memory of the ranks that get them. Bits are
+    kept, except that a floating-point NaN may become another NaN. Where ``jax.lax`` can't run it,
+    as on CPU devices, an ``all_gather`` computes what this package does not accelerate. On GPUs the
+    speed has not been measured: unedited programs keep ``jax.lax.ragged_all_to_all``.
 
     Slices of the operand may overlap. Where updates overlap in an output, the last one counts, in
     the order of the rank that sends and of its updates. An empty update does nothing, wherever its
     offsets are. A slice that is not within the operand or the output, or a size that is not the one
-    in `recv_sizes`, is an error that names the ranks, the update and the numbers. No rank writes
-    outside of its output.
+    in `recv_sizes`, is an error that names the ranks, the update and the numbers.
 
-    Differentiates with respect to `operand` and `output`, in both modes: a row that several updates
-    have read gets the sum of their gradients, in the order of the ranks they went to, in float32,
-    rounded once. The gradient of `output` is zero where an update has written.
-
-    On GPUs the speed has not been measured: unedited programs keep ``jax.lax.ragged_all_to_all``.
+    Differentiable with respect to `operand` and `output`: a row that several updates have read gets
+    the sum of their gradients, in rank order, in float32, rounded once. The gradient of `output` is
+    zero where an update has written.
 
     Args:
         operand: an array [N, ...], the rows that are sent. Accelerated dtypes: those of
@@ -121,14 +118,12 @@ def ragged_all_to_all(
 
         >>> @jax.jit
         ... @jax.shard_map(mesh=mesh, in_specs=P("model"), out_specs=P("model"))
-        ... def sent(x, sizes, starts, places, expected):
-        ...     return jax_intranode.ragged_all_to_all(
-        ...         x, jnp.zeros(4), starts, sizes, places, expected, axis_name="model"
-        ...     )
-        >>> sizes, expected = jnp.array([1, 2, 1, 1]), jnp.array([1, 1, 2, 1])
-        >>> starts, places = jnp.array([0, 1, 0, 1]), jnp.array([0, 0, 1, 2])
-        >>> sent(jnp.array([1.0, 2.0, 3.0, 4.0, 5.0, 0.0]), sizes, starts, places, expected)
-        Array([1., 4., 0., 0., 2., 3., 5., 0.], dtype=float32)
+        ... def sent(x, *tables):
+        ...     return jax_intranode.ragged_all_to_all(x, 0 * x, *tables, axis_name="model")
+        >>> starts, sizes = jnp.array([0, 1, 0, 1]), jnp.array([1, 2, 1, 1])
+        >>> places, expected = jnp.array([0, 0, 1, 2]), jnp.array([1, 1, 2, 1])
+        >>> sent(jnp.array([1, 2, 3, 4, 5, 6]), starts, sizes, places, expected)
+        Array([1, 4, 0, 2, 3, 5], dtype=int32)
     """
     axes = tuple(axis_name) if isinstance(axis_name, (tuple, list)) else (axis_name,)
     groups = None
@@ -136,20 +131,13 @@ def ragged_all_to_all(
         groups = tuple(tuple(map(int, group)) for group in axis_index_groups)
     xs = [jnp.asarray(x) for x in (operand, output)]
     xs += [jnp.asarray(x) for x in (input_offsets, send_sizes, output_offsets, recv_sizes)]
-    _check(xs)
     reason = fallback.reason_of_axes(axes)
     if reason is None and not all(isinstance(jax.typeof(x), jax.core.ShapedArray) for x in xs):
         reason = reasons.NOT_AN_ARRAY
-    with fallback.to_lax("ragged_all_to_all", reason or "", logged=reason is not None):
-        size = int(lax.psum(1, axes)) if groups is None else len(groups[0])
-        if len(xs[2]) % size != 0:
-            raise ValueError(
-                f"ragged_all_to_all: {len(xs[2])} updates for {size} ranks; pass as many for each"
-            )
-        params = RaggedParams(axes, groups, size)
-        if reason is not None:
-            (result,) = params.by_lax(xs)
-            return result
+    if reason is not None:
+        with fallback.to_lax("ragged_all_to_all", reason):
+            return _checked(xs, axes, groups).by_lax(xs)[0]
+    params = _checked(xs, axes, groups)
     over = set(axes).union(*(jax.typeof(x).manual_axis_type.varying for x in xs))
     xs = [collective.varying(x, sorted(over, key=str)) for x in xs]
     with jax.named_scope(ragged_all_to_all_p.scope):
@@ -157,18 +145,12 @@ def ragged_all_to_all(
     return result
 
 
-def _check(xs: Sequence[Any]) -> None:
-    """Raises lax's ValueErrors, and those of what lax does not check."""
+def _checked(xs: Sequence[Any], axes: Any, groups: Any) -> RaggedParams:
+    """The parameters of a call; raises the errors of lax, and ValueErrors of its own."""
+    types = map(jax.typeof, xs)
+    lax.ragged_all_to_all_p.abstract_eval(*types, axis_name=axes, axis_index_groups=groups)
+    size = int(lax.psum(1, axes)) if groups is None else len(groups[0])
     operand, output, *tables = xs
-    for name, x in zip(TABLES, tables, strict=True):
-        if not jnp.issubdtype(x.dtype, np.integer):
-            raise ValueError(f"ragged_all_to_all {name} must be integer type.")
-    for name, x in zip(TABLES, tables, strict=True):
-        if x.ndim != 1 or x.shape[0] < 1:
-            raise ValueError(
-                f"ragged_all_to_all {name} must be rank 1 with positive dimension size, but got "
-                f"shape {x.shape}"
-            )
     if len({x.shape for x in tables}) > 1:
         lengths = ", ".join(f"{name} {len(x)}" for name, x in zip(TABLES, tables, strict=True))
         raise ValueError(f"ragged_all_to_all: the tables have different lengths: {lengths}")
@@ -181,6 +163,11 @@ def _check(xs: Sequence[Any]) -> None:
             f"ragged_all_to_all: operand has the shape {operand.shape}, output {output.shape}; "
             "both need one dimension or more, and may differ in the first one only"
         )
+    if len(tables[0]) % size != 0:
+        raise ValueError(
+            f"ragged_all_to_all: {len(tables[0])} updates for {size} ranks; pass as many for each"
+        )
+    return RaggedParams(axes, groups, size)
 
 
 # What all ranks know of the updates.
@@ -270,33 +257,21 @@ def _select(site: LoweringSite, avals: Sequence[Any], params: RaggedParams) -> s
         static = select.Selection("lax", reason)
 
     def choose(epoch_buffer_bytes: int, **facts: Any) -> select.Selection:
-        nbytes = min(max(1, collective.nbytes(operand) // n), 1 << 30)  # rows hold for any size
-        found = select.select(
-            name, nbytes=nbytes, dtype=dtype, epoch_buffer_bytes=epoch_buffer_bytes, **facts
-        )
+        sizes = {"nbytes": min(max(1, nbytes(operand) // n), 1 << 30), "dtype": dtype}
+        found = select.select(name, epoch_buffer_bytes=epoch_buffer_bytes, **sizes, **facts)
         if found.algorithm == "lax":
             return found
-        # Each block gets the sizes: of many updates among few blocks.
-        updates, blocks = table.shape[0] // n, max(1, found.blocks)
-        window = partial(definitions.ragged_window, dtype, epoch_buffer_bytes, n)
-        while blocks > 1 and 2 * window(blocks, updates) < window(0, updates):
-            blocks //= 2
-        if window(blocks, updates) == 0:
+        # Notices, packets of 32 bytes for each update and block, take at most half.
+        room = epoch_buffer_bytes // (4 * definitions.PACK_BYTES * table.shape[0])
+        if room == 0:
             no_room = reasons.UPDATES_IN_EPOCH_BUFFER
-            reason = no_room.of(updates=table.shape[0], has=epoch_buffer_bytes)
-            return select.Selection("lax", reason)
-        reason = found.reason
-        if generations.hardware_of(*_kind(site)) == "cpu":
-            reason = "jax.lax has no ragged_all_to_all on CPU devices"
-        return replace(found, blocks=blocks, reason=reason)
+            return select.Selection(
+                "lax", no_room.of(updates=table.shape[0], has=epoch_buffer_bytes)
+            )
+        reason = reasons.ONLY_OURS if facts["hardware"] == "cpu" else found.reason
+        return replace(found, blocks=min(found.blocks, room), reason=reason)
 
     return collective.selector(site.mesh, params.axes)(static, choose)
-
-
-def _kind(site: LoweringSite) -> tuple[str, str]:
-    assert site.mesh is not None
-    device = site.mesh.devices.flat[0]
-    return device.platform, device.device_kind
 
 
 def _decide(site: LoweringSite, avals: Sequence[Any], params: RaggedParams) -> Decision:
@@ -306,14 +281,13 @@ def _decide(site: LoweringSite, avals: Sequence[Any], params: RaggedParams) -> D
         if selected.algorithm == "lax":
             by_lax = replace(params, by_gather=not params.lax_runs_it(site))
             return collective.lower_to_lax(ctx, ragged_all_to_all_p, xs, by_lax, selected)
-        types = list(avals)
-        xs = list(xs)
+        types, operands = list(avals), list(xs)
         for i, aval in enumerate(avals[2:], 2):
             if aval.dtype != np.int32:
                 types[i] = aval.update(dtype=np.dtype(np.int32), weak_type=False)
-                (xs[i],) = collective.arranged(ctx, _int32, xs[i], aval, types[i])
+                (operands[i],) = collective.arranged(ctx, _int32, xs[i], aval, types[i])
         return collective.lower_to_call(
-            *(ctx.replace(avals_in=types), ragged_all_to_all_p, xs, site.mesh, params.axes),
+            *(ctx.replace(avals_in=types), ragged_all_to_all_p, operands, site.mesh, params.axes),
             *(selected, types[:1]),
             aliases={1: 0},
         )

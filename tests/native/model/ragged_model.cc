@@ -211,8 +211,16 @@ class Sequence {
         tables[2][r] = PlaceOf(k, rank);
         tables[3][r] = plans_[k].packs[r][rank];
       }
-      const jin::RaggedCall call{in,        local.out[rank][k], tables[0], tables[1], tables[2],
-                                 tables[3], 16,                 kMostPacks, kRows,    1,
+      const jin::RaggedCall call{in,
+                                 local.out[rank][k],
+                                 tables[0],
+                                 tables[1],
+                                 tables[2],
+                                 tables[3],
+                                 16,
+                                 kMostPacks,
+                                 kRows,
+                                 1,
                                  static_cast<uint32_t>(blocks_)};
       jin::RaggedTableOf<kMostRanks> table;
       ModelThread thread{block, blocks_};
@@ -333,8 +341,8 @@ int main(int argc, char** argv) {
       for (int k = 0; k < calls; ++k) {
         size_t rest = number;
         for (int later = 0; later < k; ++later) rest /= kinds;
-        plans.push_back(PlanOf(ranks, rest % kinds, blocks == 2 || ranks > 2 ? 3 : kMostPacks,
-                               pattern == 2));
+        plans.push_back(
+            PlanOf(ranks, rest % kinds, blocks == 2 || ranks > 2 ? 3 : kMostPacks, pattern == 2));
         names += " " + std::to_string(rest % kinds);
       }
       if (totals.IsWrong(Sequence(ranks, plans, blocks).Search(), names)) return 1;

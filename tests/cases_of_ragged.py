@@ -1,5 +1,7 @@
 """Ragged all-to-alls of random tables: the bits of NumPy's."""
 
+import contextlib
+import re
 from typing import Any
 
 import jax
@@ -67,3 +69,31 @@ def ragged_beside_others() -> None:
     with jax_intranode.accelerate():
         found = f(*args)
     check(found, ragged_tables.expected(operand, output, tables))
+
+
+@case()
+def ragged_of_a_bad_table() -> None:
+    """The two ranks of the update fail, and say why; the others don't, and the group goes on."""
+    mesh = line()
+    n = len(jax.devices())
+    rng = np.random.default_rng(0)
+    operand, output = ragged_tables.operands(rng, n, (8, 8 * n), (4,), "float32")
+    sizes = np.full((n, n), 2, np.int32)
+    places = np.repeat(8 * np.arange(n, dtype=np.int32)[:, None], n, 1)
+    good = [2 * sizes, sizes, places, sizes]
+    bad = [*good[:2], places.copy(), sizes]
+    bad[2][1, 0] = 8 * n - 1
+    f = jax.jit(ragged_tables.program(n, mesh=mesh))
+
+    def run(tables: Any) -> Any:
+        args = [put(mesh, P("x"), x) for x in (operand, output, *tables)]
+        return jax.block_until_ready(f(*args))
+
+    involved = any(d.process_index == jax.process_index() for d in mesh.devices.flat[:2])
+    with pytest.raises(Exception) if involved else contextlib.nullcontext() as error:
+        run(bad)
+    text = (
+        f"update 0 from rank 1 to rank 0 has 2 rows from row 4 .* to row {8 * n - 1} of an output"
+    )
+    assert not involved or re.search(text, str(error.value))
+    check(run(good), ragged_tables.expected(operand, output, good))

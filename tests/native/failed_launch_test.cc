@@ -76,6 +76,31 @@ bool NormFits(ElementType, const NormCall&, LaunchShape) { return true; }
 
 using namespace jax_intranode;
 
+// A kernel has refused an update of a ragged all-to-all: what the user reads.
+int BadUpdate() {
+  static FailureRecord record = {};
+  auto communicator = std::make_shared<DeviceCommunicator>();
+  DeviceGroup group{};
+  group.size = 2;
+  group.rank = 1;
+  group.failure = &record;
+  communicator->members[0] = {group, {10, 11}};
+  CudaPlatform& platform = CudaPlatform::Get();
+  platform.AddNew(
+      [&] { return Registry<DeviceCommunicator>::Get().Add({{10, 11}, 2}, communicator); });
+  record.algorithm = static_cast<uint32_t>(Algorithm::kRagged);
+  record.missing = -1;
+  record.fault = {0, 1, 3, 5, -1, 7, 4, 8, 9};
+  record.reason = static_cast<uint32_t>(FailureReason::kBadUpdate);
+  const std::vector<Failure> failures = platform.TakeFailures();
+  CHECK(failures.size() == 1);
+  CHECK(TextOf(failures[0]) ==
+        "jax_intranode: ragged_all_to_all failed: update 3 from rank 0 to rank 1 has 5 rows from "
+        "row -1 of an operand with 8 rows to row 7 of an output with 9 rows, and recv_sizes of "
+        "rank 1 says 4 rows. The CUDA context is lost; restart the program.");
+  return 0;
+}
+
 // What absent peers mean for calls, by the table in health/peer_table.h.
 int AbsentPeers() {
   CudaPlatform& platform = CudaPlatform::Get();
@@ -283,7 +308,7 @@ int main(int argc, char** argv) {
   CHECK(communicator->members[1].group.Header()->closed == 0);  // where calls are refused, too
   Registry<DeviceCommunicator>::Get().Clear();
   communicator.reset();
-  if (AbsentPeers() != 0 || OtherOperations() != 0) return 1;
+  if (AbsentPeers() != 0 || OtherOperations() != 0 || BadUpdate() != 0) return 1;
   printf("failed launch: OK\n");
   return 0;
 }

@@ -268,7 +268,7 @@ def _select(site: LoweringSite, avals: Sequence[Any], params: RaggedParams) -> s
             return select.Selection(
                 "lax", no_room.of(updates=table.shape[0], has=epoch_buffer_bytes)
             )
-        reason = reasons.ONLY_OURS if facts["hardware"] == "cpu" else found.reason
+        reason = "lax has none on CPU devices" if facts["hardware"] == "cpu" else found.reason
         return replace(found, blocks=min(found.blocks, room), reason=reason)
 
     return collective.selector(site.mesh, params.axes)(static, choose)

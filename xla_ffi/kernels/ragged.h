@@ -302,10 +302,10 @@ struct Ragged {
         const int32_t rows = c.send_sizes[i], in_row = c.input_offsets[i],
                       out_row = c.output_offsets[i];
         const int to = i / c.updates;
+        t.Admit();
         if (to != g.rank) {
           const Pack notice{{static_cast<uint32_t>(rows), static_cast<uint32_t>(in_row),
                              static_cast<uint32_t>(out_row), 0}};
-          t.Admit();
           FlaggedPackets::Put(Notices(to, g.rank), i % c.updates, notice);
         }
         Enter(&table.sent, i, g.rank, to, rows, in_row, out_row, rows);
@@ -381,7 +381,8 @@ struct Ragged {
                         return true;
                       });
       if (!done) return false;
-      t.Sync();  // every thread of the block has armed what it received
+      t.Arrived();  // each window is waited for by itself
+      t.Sync();     // every thread of the block has armed what it received
       for (int r = t.Thread(); r < g.size; r += t.Threads()) {
         if (r != g.rank && Windows(table.received, r) > w + 2) TellTaken(g, r, t.Block(), w + 1);
       }

@@ -68,6 +68,7 @@ struct ModelThread {
   void Enter(uint32_t* busy, uint32_t*) {
     if (jin::Exchange(busy, 1) != 0) model::TheMachine().Fail("wrong: the region is busy");
   }
+  void Arrived() const {}
   void Admit() const {}
   void Refuse(const jin::UpdateFault&) const { model::TheMachine().Fail("wrong: refuses"); }
 };

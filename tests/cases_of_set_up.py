@@ -55,8 +55,8 @@ def case(devices: int = 2, **parameters: Sequence[Any]) -> Callable[[Any], Any]:
     return add
 
 
-def check_sum(seed: int) -> None:
-    mesh = line()
+def check_sum(seed: int, world: int | None = None) -> None:
+    mesh = line(world)
     parts = cases.random("float32", (mesh.size, 100), seed)
     cases.check(cases.psum_of(parts, mesh), cases.everywhere(cases.oracle(parts), mesh.size))
 

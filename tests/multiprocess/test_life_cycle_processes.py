@@ -39,6 +39,15 @@ def sums() -> None:
     print("DONE", os.getpid(), flush=True)
 
 
+def sums_of_some_and_of_all() -> None:
+    if jax.process_index() < 2:
+        check_sum(1, world=2)
+    key_value_client().wait_at_barrier("summed", 60_000)
+    jax.clear_caches()
+    jax_intranode.shutdown()  # does nothing in the last process
+    sums()
+
+
 def many_sums(times: int) -> None:
     for seed in range(times):
         check_sum(seed)
@@ -52,6 +61,12 @@ def many_sums(times: int) -> None:
 def test_set_up_a_thousand_times(ranks: Callable[..., list[str]]) -> None:
     need_ranks(2)
     logs = ranks(set_up_often, 2, arguments=[1000], timeout_s=500)
+    assert all("DONE" in log for log in logs)
+
+
+def test_processes_with_other_communicators_before_meet(ranks: Callable[..., list[str]]) -> None:
+    need_ranks(3)
+    logs = ranks(sums_of_some_and_of_all, 3, env={"JAX_INTRANODE_TIMEOUT_S": "20"})
     assert all("DONE" in log for log in logs)
 
 

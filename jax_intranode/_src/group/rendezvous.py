@@ -6,6 +6,7 @@ on these devices fall back to ``jax.lax``. The verdict is final, so that all pro
 same program.
 """
 
+import collections
 import contextlib
 import dataclasses
 import functools
@@ -46,7 +47,9 @@ _SHARED_MEMORY = Path("/dev/shm")
 # Guards every rendezvous, and what follows from it.
 lock = threading.RLock()
 _all: dict[tuple[int, ...], "Rendezvous"] = {}
-_generation = 0  # number of shutdowns so far: processes of different generations don't rendezvous
+# How often a rendezvous of these devices was ended. All processes of the devices count alike, also
+# when some of them have had other rendezvous, without the rest.
+_ended: collections.Counter[tuple[int, ...]] = collections.Counter()
 _forked = False
 
 
@@ -97,14 +100,13 @@ def raise_if_failed(devices: Iterable[Any]) -> None:
 
 def forget_all() -> None:
     """Ends every rendezvous of this process; the next use of the same devices starts anew."""
-    global _generation
+    _ended.update(_all.keys())
     _all.clear()
-    _generation += 1
 
 
-def generation() -> int:
-    """How often `forget_all` was called."""
-    return _generation
+def generation(device_ids: Iterable[int]) -> int:
+    """How many rendezvous of these devices were ended. Processes meet in the same generation."""
+    return _ended[tuple(sorted(device_ids))]
 
 
 def refuse_fork() -> None:
@@ -131,7 +133,8 @@ def _perform(rendezvous: Rendezvous, processes: list[int]) -> None:
     name = hashlib.sha256(repr(tuple(rendezvous.devices)).encode()).hexdigest()[:16]
     try:
         store = rendezvous.store = key_value_store.store(
-            f"jax_intranode/{_generation}/{name}/", jax.process_index(), processes
+            f"jax_intranode/{generation(rendezvous.devices)}/{name}/",
+            *(jax.process_index(), processes),
         )
     except RuntimeError as error:
         rendezvous.reason = str(error)

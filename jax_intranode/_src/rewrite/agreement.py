@@ -108,7 +108,7 @@ def reason_for_no_auto(mesh: jax.sharding.Mesh) -> str | None:
         return None
     if jax.process_index() not in _processes(mesh):
         return reasons.NOT_HERE
-    key = rendezvous.generation(), device_ids(mesh)
+    key = _meeting_of(mesh)
     if key not in _meetings:
         try:
             store = _store_of_auto(mesh, "meeting")
@@ -130,7 +130,7 @@ def same_everywhere(mesh: jax.sharding.Mesh, program: Callable[[], str], taken: 
     if len(_processes(mesh)) == 1:
         return None
     taken = hashlib.sha256(taken.encode()).hexdigest()[:16]
-    meeting = _meetings[rendezvous.generation(), device_ids(mesh)]
+    meeting = _meetings[_meeting_of(mesh)]
     store = _store_of_auto(mesh, f"program/{program()}")
     if not meeting.compared:
         meeting.reason = _decide(store, mesh, taken, wait_s_of_program(), INSTALL_AUTO)
@@ -148,6 +148,10 @@ def same_everywhere(mesh: jax.sharding.Mesh, program: Callable[[], str], taken: 
 def _warn_of(meeting: _Meeting) -> None:
     if meeting.reason is not None:
         _log.warning("Auto-sharded programs are left to XLA: %s.", meeting.reason)
+
+
+def _meeting_of(mesh: jax.sharding.Mesh) -> Any:
+    return rendezvous.generation(device_ids(mesh)), device_ids(mesh)
 
 
 def _store_of_auto(mesh: jax.sharding.Mesh, what: str) -> key_value_store.Store:
@@ -176,7 +180,7 @@ def _processes(mesh: jax.sharding.Mesh) -> list[int]:
 
 
 def _store(mesh: jax.sharding.Mesh, place: str) -> key_value_store.Store:
-    prefix = f"jax_intranode/{rendezvous.generation()}/{place}/"
+    prefix = f"jax_intranode/{rendezvous.generation(device_ids(mesh))}/{place}/"
     return key_value_store.store(prefix, jax.process_index(), _processes(mesh))
 
 

@@ -133,7 +133,8 @@ def outcome_of(module: Any, devices: Sequence[Any], platforms: Sequence[str]) ->
     if not mode.is_auto() or len(devices) < 2:
         return Outcome()
     known = _outcomes.setdefault(module, {})
-    key = tuple(d.id for d in devices), tuple(platforms), rendezvous.generation(), propagated_only
+    ids = tuple(d.id for d in devices)
+    key = ids, tuple(platforms), rendezvous.generation(ids), propagated_only
     if key not in known:
         with mode.enabled(mode.PART):
             known[key] = _rewritten(module, tuple(devices), tuple(platforms))

@@ -186,3 +186,17 @@ def test_axes_in_another_order_than_the_mesh_s() -> None:
             except RuntimeError as error:
                 results.append(str(error))
     assert results[0] == results[1]
+
+
+@pytest.mark.parametrize("send", ["ppermute", "all_gather", "all_to_all"])
+def test_prng_keys_stay_with_lax(send: str) -> None:
+    def body(v: Any) -> Any:
+        keys = jax.random.wrap_key_data(v)
+        if send == "ppermute":
+            return jax.random.key_data(lax.ppermute(keys, "x", FORTH))
+        if send == "all_gather":
+            return jax.random.key_data(lax.all_gather(keys, "x", tiled=True))
+        return jax.random.key_data(lax.all_to_all(keys, "x", 0, 0, tiled=True))
+
+    data = np.arange(2 * N * N, dtype=np.uint32).reshape(N * N, 2)
+    assert of(send, body, data) == []

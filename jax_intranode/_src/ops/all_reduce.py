@@ -6,7 +6,6 @@ from functools import partial
 from typing import Any
 
 import jax
-import numpy as np
 
 from jax_intranode._src import reasons
 from jax_intranode._src.jax_private import trace_state
@@ -73,7 +72,7 @@ def operations(
     mesh: jax.sharding.Mesh,
     axes: Sequence[str],
     shapes: Sequence[Sequence[int]],
-    dtype: Any,
+    dtype: Any,  # may be one of JAX's own, such as that of PRNG keys
     most_arrays: int = definitions.MAX_BUFFERS,
 ) -> list[Part]:
     """Divides a call of arrays of one dtype into operations of at most `most_arrays` of them.
@@ -81,7 +80,6 @@ def operations(
     Returns:
         The operations. Empty arrays are in none of them, unless all arrays are empty.
     """
-    dtype = np.dtype(dtype)
     # In a kernel's buffer each array starts a new pack.
     packs = [-(-math.prod(shape) * dtype.itemsize // definitions.PACK_BYTES) for shape in shapes]
     choose_by_bytes = collective.chooser(operation, mesh, axes, dtype)

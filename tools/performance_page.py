@@ -257,12 +257,10 @@ _PROGRAM: dict[str, Column] = {
     "spread": _number("spread", ".1%"),
     "W": _number("watts", ".0f"),
     "MHz": _number("sm_mhz", ".0f"),
-    "NCCL": lambda row: row["nccl"] or "",
 }
+_PROGRAM_AND_NCCL = _PROGRAM | {"NCCL": lambda row: row["nccl"] or ""}
 _GAINS = {
-    title: of
-    for title, of in _PROGRAM.items()
-    if title not in ("none", "spread", "W", "MHz", "NCCL")
+    title: of for title, of in _PROGRAM.items() if title not in ("none", "spread", "W", "MHz")
 }
 _ALL_OF_PROGRAM: dict[str, Column] = {
     **_PROGRAM,
@@ -348,7 +346,7 @@ def programs(names: Sequence[str], folder: Path) -> str:
     With texts in place of names it has fewer columns, for readers that don't know the programs.
     """
     texts = dict(name.split("=") for name in names)
-    columns = _GAINS if texts else _PROGRAM
+    columns = _GAINS if texts else _PROGRAM_AND_NCCL
     rows = [row for row in _all(folder) if row["program"]]
     last = max(_age(row)[0] for row in rows)
     nodes: dict[str, list[Row]] = {}

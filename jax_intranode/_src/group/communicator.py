@@ -27,9 +27,9 @@ def initialize(mesh: jax.sharding.Mesh | None = None) -> None:
     """Sets up communicators for a mesh, instead of at the first lowering that needs one.
 
     All processes with devices of the mesh must call it. It returns when they have agreed, or after
-    JAX_INTRANODE_TIMEOUT_S. It does not raise if the devices can't be used: operations then fall
-    back to ``jax.lax``, and the reason is logged once. A program that was compiled elsewhere needs
-    this call before it is loaded. Calling it again does nothing.
+    JAX_INTRANODE_TIMEOUT_S, at most 5 minutes. It does not raise if the devices can't be used:
+    operations then fall back to ``jax.lax``, and the reason is logged once. A program that was
+    compiled elsewhere needs this call before it is loaded. Calling it again does nothing.
 
     Args:
         mesh: the mesh; by default, one axis over all devices.

@@ -22,7 +22,7 @@
 
 namespace jax_intranode::v1 {
 
-// All accesses are of system scope, and relaxed where the name says nothing else.
+// All accesses but Exchange are of system scope, and relaxed where the name says nothing else.
 
 JAX_INTRANODE_FN uint32_t Load(uint32_t* from) {
 #if defined(__CUDACC__)
@@ -71,6 +71,7 @@ JAX_INTRANODE_FN void StoreRelease(uint32_t* to, uint32_t v) {
 #endif
 }
 
+// Of device scope on GPUs: only for words of this rank's own memory that no peer writes.
 JAX_INTRANODE_FN uint32_t Exchange(uint32_t* at, uint32_t v) {
 #if defined(__CUDACC__)
   return atomicExch(at, v);

@@ -14,13 +14,13 @@
 // block of the same number on another rank. It must not wait for another block of its own grid.
 //
 // Why one call can't meet the last one
-//   The data of a buffer have two halves, and calls alternate between them. End() waits until every
-//   peer has begun the same call on its block of this number, so until every peer's call before has
-//   ended (calls of one device run one after another, and a kernel begins when the last one has
-//   ended). Hence: when call e + 1 of a rank has ended, call e of every rank has ended. A call
+//   The data of a buffer have two halves, and calls alternate between them. Block b's End() waits
+//   until block b of every peer has begun this call. A kernel begins when the last one has ended
+//   (stream order; no programmatic dependent launch). So the call before has ended on every peer.
+//   Hence: when call e + 1 of a rank has ended, call e of every rank has ended. A call
 //   e + 2, which uses the half of call e again, finds no rank that still reads or clears it. This
-//   does not depend on who sends to whom, on sizes, or on the number of blocks, so these may change
-//   from one call to the next. One half would not do: a fast rank may be in call e + 1 while a slow
+//   does not depend on who sends to whom, on sizes, or on the number of blocks. All ranks have the
+//   same ones in a call, and they may change from one call to the next. One half would not do: a fast rank may be in call e + 1 while a slow
 //   one still reads the data of call e.
 //
 //   epoch[b]                The number of calls so far. Its owner's block b reads it, and advances
@@ -29,8 +29,8 @@
 //   busy[b]                 The owner's block b sets it at the beginning and clears it at the end.
 //                           A call that finds it set overlaps with another one, and gives up.
 //   begun[b]                How many calls have launched block b; the owner's block b writes it.
-//   peer_begun[b][r]        Rank r's block b writes begun[b] + 1 of its own when a call begins; the
-//                           owner's block b waits for that number. It only grows, and r is at most
+//   peer_begun[b][r]        Rank r's block b stores here the number of the call that it begins. The
+//                           owner's block b waits for it. It only grows, and r is at most
 //                           one call ahead. Nobody clears it.
 //   barriers, peer_barriers The same, for Barrier().
 //   closed                  The host sets it when the buffer is closed.
@@ -200,8 +200,8 @@ JAX_INTRANODE_FN bool Barrier(Thread& t, const Peers& p) {
 }
 
 // Packets: data that show by themselves that they have arrived. A packet carries a value of 4, 8 or
-// 16 bytes in twice as many. Each 32 bits of the value share 64 bits with a mark, and these 64 bits
-// are stored and loaded whole. Memory of zeros is empty. One rank puts packet i, its owner takes it
+// 16 bytes in twice as many. A 64-bit word holds 32 bits of the value and a mark. It is loaded and
+// stored at once. Memory of zeros is empty. One rank puts packet i, its owner takes it
 // and clears it; nobody else touches it. Values of any bits are allowed.
 
 template <class T>

@@ -20,8 +20,8 @@
 //   Hence: when call e + 1 of a rank has ended, call e of every rank has ended. A call
 //   e + 2, which uses the half of call e again, finds no rank that still reads or clears it. This
 //   does not depend on who sends to whom, on sizes, or on the number of blocks. All ranks have the
-//   same ones in a call, and they may change from one call to the next. One half would not do: a fast rank may be in call e + 1 while a slow
-//   one still reads the data of call e.
+//   same ones in a call, and they may change from one call to the next. One half would not do: a
+//   fast rank may be in call e + 1 while a slow one still reads the data of call e.
 //
 //   epoch[b]                The number of calls so far. Its owner's block b reads it, and advances
 //                           it at the end; block 0 advances those of blocks that were not launched.

@@ -98,7 +98,7 @@ def selection(
     mesh: Mesh, axes: Sequence[str], shape: Sequence[int], dtype: Any
 ) -> select.Selection:
     """What runs a psum over `axes` of a mesh, for an operand of this shape on each device."""
-    return all_reduce.operations("psum", mesh, axes, [shape], dtype)[0][1]
+    return all_reduce.operations("psum", mesh, axes, [shape], np.dtype(dtype))[0][1]
 
 
 def free_regions() -> None:

@@ -167,10 +167,10 @@ def test_permutes_take_a_region_more_for_each_partition() -> None:
     orders = list(itertools.islice(itertools.permutations(range(n)), slabs.REGIONS // 2 + 1))
     *meshes, last = [cases.make_mesh((n,), ("x",), order) for order in orders]
     for mesh in meshes:
-        chosen = all_reduce.operations("ppermute", mesh, ("x",), [(2,)], np.float32)[0][1]
+        chosen = all_reduce.operations("ppermute", mesh, ("x",), [(2,)], np.dtype("float32"))[0][1]
         assert chosen_for(mesh).algorithm != "lax" and chosen.algorithm == "permute"
     for operation in ("psum", "ppermute"):
-        chosen = all_reduce.operations(operation, last, ("x",), [(2,)], np.float32)[0][1]
+        chosen = all_reduce.operations(operation, last, ("x",), [(2,)], np.dtype("float32"))[0][1]
         assert chosen.algorithm == "lax"
         assert f"{slabs.REGIONS} regions" in chosen.reason
         assert "permutes take one more for each" in chosen.reason

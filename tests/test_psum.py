@@ -58,7 +58,7 @@ def test_packs_of_several_arrays_are_counted_in_32_bits() -> None:
     need_devices(2)
     shapes = [(10 << 30,), (2 << 30,), (10 << 30,)]  # 40, 8 and 40 GiB
     with cases.forced("two_shot"):
-        parts = all_reduce.operations("psum", cases.line(2), ("x",), shapes, "float32")
+        parts = all_reduce.operations("psum", cases.line(2), ("x",), shapes, np.dtype("float32"))
     found = [(arrays, chosen.algorithm) for arrays, chosen in parts]
     assert found == [([0, 1], "two_shot"), ([2], "two_shot")]
 

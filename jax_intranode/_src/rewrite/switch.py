@@ -27,13 +27,13 @@ from jax_intranode._src.selection import config
 def install(*, auto: bool = False) -> None:
     """Accelerates all programs of this process from now on, without a change to them.
 
-    When JAX lowers a program, the collectives in the bodies of its shard_maps (and pmaps) are
-    replaced where `explain` says that it pays: psum, pmean, psum_scatter, all_gather and
-    all_to_all of ``jax.lax``, those that JAX inserts for gradients included. (On GPUs all_to_all of
-    floating-point numbers between 2 ranks, and others only with a tuning of the node, because they
-    were not measured.) Sums that do not depend on each other are issued as one operation, as XLA
-    would. Results are those of the functions of this package; see the README for how sums are
-    rounded.
+    When JAX lowers a program, collectives in the bodies of its shard_maps (and pmaps) are replaced
+    where that is faster: psum, pmean, pmax, pmin, all_gather, psum_scatter, all_to_all and ppermute
+    of ``jax.lax``, and the sums that JAX inserts for gradients. On CPU devices ragged_all_to_all is
+    replaced, too. On GPUs all_to_all, ppermute, pmax and pmin are replaced between 2 ranks, for
+    float32, bfloat16 and float16; a tuning of the node can add others. Independent sums become one
+    operation, as XLA would combine them, and so do independent maxima, minima and permutes. Results
+    have the bits of the functions of this package: sums are rounded once, in rank order.
 
     Functions that were compiled before are compiled again when they are called. Nothing is
     rewritten under ``jax.export``, or with JAX_INTRANODE_DISABLE=1. All processes of a program must

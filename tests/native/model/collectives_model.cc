@@ -203,12 +203,7 @@ class Sequence {
         for (size_t i = 0; i < n; ++i) inputs_[r][k].words[i] = Value(r, k, i, plan.floating);
       }
     }
-    for (int r = 0; r < ranks_; ++r) {
-      for (int b = 0; b < blocks_; ++b) {
-        machine_.AddThread("rank " + std::to_string(r) + " block " + std::to_string(b),
-                           [this, r, b] { RunBlock(r, b); });
-      }
-    }
+    machine_.AddBlocks(ranks_, blocks_, [this](int r, int b) { RunBlock(r, b); });
     machine_.OnEnd([this] { CheckEnd(); });
     machine_.NameWords([this](size_t word) { return NameOf(word); });
   }

@@ -79,6 +79,16 @@ class Machine {
     names_.push_back(std::move(name));
     bodies_.push_back(std::move(body));
   }
+  // A thread for each block of each rank.
+  template <class Run>
+  void AddBlocks(int ranks, int blocks, Run run) {
+    for (int r = 0; r < ranks; ++r) {
+      for (int b = 0; b < blocks; ++b) {
+        AddThread("rank " + std::to_string(r) + " block " + std::to_string(b),
+                  [run, r, b] { run(r, b); });
+      }
+    }
+  }
   // Memory that threads access without the machine, and that belongs to the state. Threads that run
   // at the same time must not both access it, except in the condition of Await().
   void AddLocalMemory(void* at, size_t bytes) {

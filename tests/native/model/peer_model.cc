@@ -93,12 +93,7 @@ class Sequence {
     model::TheMemory() = {&machine_, [this](const void* at) { return WordAt(at); },
                           broken.no_acquire, broken.no_release};
     for (const Plan& plan : plans_) blocks_ = std::max(blocks_, plan.blocks);
-    for (int r = 0; r < ranks_; ++r) {
-      for (int b = 0; b < blocks_; ++b) {
-        machine_.AddThread("rank " + std::to_string(r) + " block " + std::to_string(b),
-                           [this, r, b] { RunBlock(r, b); });
-      }
-    }
+    machine_.AddBlocks(ranks_, blocks_, [this](int r, int b) { RunBlock(r, b); });
     machine_.OnEnd([this] { CheckEnd(); });
     machine_.NameWords([](size_t word) {
       const size_t in_rank = word % kWordsOfRank;
@@ -284,10 +279,7 @@ int main(int argc, char** argv) {
                                             {"no_release", {&Variant::no_release}},
                                             {"no_acquire", {&Variant::no_acquire}},
                                             {"no_barrier", {&Variant::no_barrier}}});
-  if (!known || ranks < 2 || ranks > kMostRanks || calls < 1 || calls > kMostCalls) {
-    printf("unknown variant, not 2 or 3 ranks, or too many calls\n");
-    return 2;
-  }
+  if (!totals.Fit(known, kMostRanks, kMostCalls)) return 2;
   int combinations = 1;
   for (int k = 0; k < calls; ++k) combinations *= kKinds;
   for (int pattern = 0; pattern < kPatterns; ++pattern) {

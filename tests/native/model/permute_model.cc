@@ -475,10 +475,7 @@ int main(int argc, char** argv) {
                              {"told_without_room", {&Variant::told_without_room}},
                              {"told_to_all", {&Variant::told_to_all}},
                              {"one_operation_word", {&Variant::one_operation_word}}});
-  if (!known || ranks < 2 || ranks > kMostRanks || calls < 1 || calls > kMostCalls) {
-    printf("unknown variant, not 2 or 3 ranks, or too many calls\n");
-    return 2;
-  }
+  if (!totals.Fit(known, kMostRanks, kMostCalls)) return 2;
   model::TheMemory().no_acquire = broken.no_acquire;
   const bool quick = totals.more == "quick", every_access = totals.more == "every_access";
   const std::vector<Permutation> all = PermutationsOf(ranks);

@@ -137,12 +137,7 @@ class Sequence {
     }
     model::TheMemory().machine = &machine_;
     model::TheMemory().shared = [this](const void* at) { return WordAt(at); };
-    for (int r = 0; r < ranks_; ++r) {
-      for (int b = 0; b < blocks_; ++b) {
-        machine_.AddThread("rank " + std::to_string(r) + " block " + std::to_string(b),
-                           [this, r, b] { RunBlock(r, b); });
-      }
-    }
+    machine_.AddBlocks(ranks_, blocks_, [this](int r, int b) { RunBlock(r, b); });
     machine_.OnEnd([this] { CheckEnd(); });
     machine_.NameWords([this](size_t word) { return NameOf(word); });
   }
@@ -321,10 +316,7 @@ int main(int argc, char** argv) {
                              {"one_epoch_buffer", {&Variant::one_epoch_buffer}},
                              {"never_armed", {&Variant::never_armed}},
                              {"first_word_only", {&Variant::first_word_only}}});
-  if (!known || ranks < 2 || ranks > kMostRanks || calls < 1 || calls > kMostCalls) {
-    printf("unknown variant, not 2 or 3 ranks, or too many calls\n");
-    return 2;
-  }
+  if (!totals.Fit(known, kMostRanks, kMostCalls)) return 2;
   model::TheMemory().no_acquire = broken.no_acquire;
   const bool quick = totals.more == "quick";
   size_t kinds = 1;

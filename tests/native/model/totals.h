@@ -40,6 +40,14 @@ class Totals {
   const int ranks, operations;
   const std::string more;
 
+  // Whether a model can run with these arguments; prints why not.
+  bool Fit(bool known, int most_ranks, int most_operations) const {
+    const bool fit = known && ranks >= 2 && ranks <= most_ranks && operations >= 1 &&
+                     operations <= most_operations;
+    if (!fit) printf("unknown variant, not 2 to %d ranks, or too many operations\n", most_ranks);
+    return fit;
+  }
+
   // Adds a search. Prints what is wrong, and where. Returns whether anything is.
   bool IsWrong(const Machine::Result& result, const std::string& where) {
     ++sequences_;

@@ -95,7 +95,7 @@ def steps(out: Path, devices: int, cpu: bool) -> list[tuple[str, str, int, str, 
     # With the step `ppermute`: what two GPUs have to show of permutes, in 10 minutes.
     by_8 = sizes if cpu else "-b 2K -e 64M -f 8"
     for name in ("psum", "pmax", "pmin", "ppermute"):
-        bench("permutes", f"{name}_dtypes", 75, f"{name} {by_8} -d bfloat16,int32")
+        bench("permutes", f"{name}_int32", 75, f"{name} {by_8} -d int32")
     swaps = ",".join(f"swaps_{n}_of_{kib}k" for kib in (1, 64) for n in (1, 2))
     bench("permutes", "swaps", 80, f"halo,{swaps}")
     chains = f"{stress}/permutes.json --minutes {0.2 if cpu else 1.5} --operations"

@@ -439,9 +439,13 @@ def test_gpus_take_no_data_of_another_operation(
 def test_ranks_with_other_permutations(ranks: Any, perms: list[Any]) -> None:
     need_ranks(2)
     env = {"JAX_INTRANODE_TIMEOUT_S": "4"}
+    errors = []
     for log in ranks(permutes_otherwise, 2, env=env, arguments=[perms]):
-        (error,) = lines(log, "ERROR")
-        assert "ppermute" in error and "same operations" in error, error
+        errors += lines(log, "ERROR")
+    assert len(errors) == 2 and all("ppermute" in error for error in errors), errors
+    # On GPUs one kernel finds it. The other one may end by its own time limit.
+    enough = any if jax.devices()[0].platform == "gpu" else all
+    assert enough("same operations" in error for error in errors), errors
 
 
 @pytest.mark.parametrize("missing", [full(0), 1])

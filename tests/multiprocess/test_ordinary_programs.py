@@ -62,7 +62,7 @@ PROGRAMS = {
     "all_ranks_are_stopped": Program(
         [["6.0"]] * 2, env=SHORT, only_cpu="a kernel goes on while its process is stopped"
     ),
-    "all_ranks_are_stopped 35 5": Program([["6.0"]] * 2),
+    "all_ranks_are_stopped 35 5": Program([["6.0"]] * 2, env={"JAX_INTRANODE_TIMEOUT_S": "90"}),
     "spawned_workers": Program([["4.0", "6.0"]] * 2),
     "checkpoints_at_sigterm": Program([["6.0"]] * 2),
     # Exceptions that do not end them.

@@ -256,6 +256,8 @@ def test_selection() -> None:
     assert chosen(1, 8192).algorithm == "one_shot_rms_norm"
     assert (chosen(1, 8192).blocks, chosen(1, 8192).threads) == (1, 512)
     assert chosen(4096, 8192).algorithm == "two_shot_rms_norm"
+    # More than the rows that were measured, but one-shot is the fastest psum.
+    assert chosen(65, 8192, mode="multi").algorithm == "one_shot_rms_norm"
     assert "in 3 operations" in chosen(4096, 8192).reason
     assert chosen(1, 8192, algorithm="two_shot").algorithm == "two_shot_rms_norm"
     assert chosen(1, 8192, algorithm="lax").algorithm == "lax"

@@ -18,6 +18,7 @@ from test_rewriting import rewritten
 from tiers import full
 
 import jax_intranode
+from jax_intranode._src.ops import collective
 from jax_intranode._src.ops.primitive import BY_PRIMITIVE
 from jax_intranode._src.selection import config, table
 
@@ -280,17 +281,59 @@ def test_without_a_measured_row_it_stays_a_psum(setting: str) -> None:
         assert of_body(body, X, R, W) == ["psum"]
 
 
-def test_with_a_measured_row_it_is_taken_up_to_its_size() -> None:
+def test_with_a_tuned_row_it_is_taken_up_to_its_size() -> None:
     def body(x: Any, r: Any, w: Any) -> Any:
         return rms_llama(lax.psum(x[0], "x") + r, w, None)
 
-    platform = "cpu" if jax.devices()[0].platform == "cpu" else "hopper"
     auto = dataclasses.replace(config.get(), fuse_norms="auto")
     for nbytes, found in ((X[0].nbytes, "psum_residual_rms_norm"), (X[0].nbytes - 1, "psum")):
         row = table.Row(nbytes, "one_shot_rms_norm", 512, 256)
-        key = platform, "single", "psum_residual_rms_norm", "bare", 8
+        facts = {
+            **collective.facts_of(line()),
+            "tuned": table.Tuned({("single", "psum_residual_rms_norm", "bare", 8): (row,)}, "us"),
+        }
         with (
             mock.patch.object(config, "get", lambda: auto),
-            mock.patch.dict(table.TABLE, {key: (row,)}),
+            mock.patch.object(collective, "facts_of", lambda mesh, facts=facts: facts),
         ):
             assert of_body(body, X, R, W) == [found]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "mode", "dtype", "rows", "hidden", "is_fused"),
+    [
+        (2, "multi", "bfloat16", 1, 4096, True),
+        (2, "multi", "bfloat16", 16, 8192, True),
+        (2, "multi", "bfloat16", 64, 8192, True),
+        (2, "multi", "bfloat16", 65, 8192, False),
+        (2, "multi", "bfloat16", 1, 4095, False),
+        (2, "multi", "bfloat16", 1, 8193, False),
+        (2, "multi", "float32", 1, 4096, False),
+        (2, "single", "bfloat16", 1, 4096, False),
+        (4, "multi", "bfloat16", 1, 4096, False),
+    ],
+)
+def test_decoding_takes_the_norms_that_were_measured_on_gpus(
+    ranks: int, mode: str, dtype: str, rows: int, hidden: int, is_fused: bool
+) -> None:
+    need_devices(ranks)
+
+    def step(h: Any, w: Any, up: Any, down: Any) -> Any:
+        for _ in range(2):
+            h = h + lax.psum(jax.nn.silu(rms_llama(h, w, None) @ up) @ down, "x")
+        return rms_llama(h, w, None)
+
+    auto = dataclasses.replace(config.get(), fuse_norms="auto")
+    facts = {"hardware": "hopper", "mode": mode, "tuned": None}
+    specs = P(), P(), P(None, "x"), P("x")
+    inner = hidden * ranks
+    operands = (
+        jax.ShapeDtypeStruct(shape, dtype)
+        for shape in ((rows, hidden), (hidden,), (hidden, inner), (inner, hidden))
+    )
+    with (
+        mock.patch.object(config, "get", lambda: auto),
+        mock.patch.object(collective, "facts_of", lambda mesh: facts),
+    ):
+        found = operations(sharded(step, line(ranks), specs, P(), check_vma=True), *operands)
+    assert found.count("psum_residual_rms_norm") == (2 if is_fused else 0), found

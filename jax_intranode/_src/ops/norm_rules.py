@@ -124,14 +124,14 @@ def is_faster(site: LoweringSite, x: Any, params: NormParams) -> bool:
     wanted = config.get().fuse_norms
     if wanted != "auto" or site.mesh is None:
         return wanted == "always"
-    nbytes_of_result = nbytes(x) // (1 if params.dimension is None else params.world_size)
-    rows, _ = table.rows_and_source(
-        operation=params.primitive.operation,
-        packets="bare",
+    return table.fuses_norm(
+        params.primitive.operation,
+        nbytes=nbytes(x) // (1 if params.dimension is None else params.world_size),
+        dtype=x.dtype.name,
+        hidden=x.shape[-1],
         world_size=params.world_size,
         **collective.facts_of(site.mesh),
     )
-    return bool(rows and rows[-1].measured and nbytes_of_result <= rows[-1].nbytes)
 
 
 def _decide(site: LoweringSite, avals: Sequence[Any], params: NormParams) -> Decision:

@@ -22,7 +22,7 @@ _RESIDENT_THREADS = 512
 
 def digest() -> str:
     """Identifies the tables. Ranks with different tables would select different algorithms."""
-    text = repr((table.TABLE, generations.GENERATIONS))
+    text = repr((table.TABLE, table.NORMED, generations.GENERATIONS))
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
@@ -274,9 +274,9 @@ def select_norm(
 ) -> Selection:
     """Selects the algorithm of a norm that follows a sum. It falls back only where it must.
 
-    Between one-shot and two-shot the operation's rows of the table decide, or if it has none those
-    of a psum. The arguments are those of `select`, but for the rows of a rank's result and the
-    elements of a row.
+    Between one-shot and two-shot the operation's rows of the table decide, and for larger sizes
+    those of a psum. The arguments are those of `select`, but for the rows of a rank's result and
+    the elements of a row.
     """
     if static := static_reason(operation, dtype, world_size, is_empty=rows == 0, hidden=hidden):
         return static
@@ -290,7 +290,8 @@ def select_norm(
     if len(candidates) > 1:
         where = hardware, mode, operation, "bare", world_size
         own, _ = table.rows_and_source(*where, tuned)
-        measured = own or table.rows(hardware, mode, record.collective or "", "bare", world_size)
+        of_psum = table.rows(hardware, mode, record.collective or "", "bare", world_size)
+        measured = (*(own or ()), *of_psum)
         fitting = [row for row in measured if nbytes <= row.nbytes and not row.segment_bytes]
         first = protocol_of(fitting[0].algorithm) if fitting else "two_shot"
         if algorithm != "auto":

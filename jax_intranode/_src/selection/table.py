@@ -169,6 +169,14 @@ def _extremes(
 # Measured between 2 H100s up to 4 MB, where a maximum takes as long as a sum.
 _HOPPER |= _extremes({("bare", 2): _HOPPER["psum"]["bare", 2][:3]})
 
+# Measured between 2 H100s, with a process for each: 1 to 64 rows (docs/measurements/2_h100.jsonl,
+# norms_1, norms_16, norms_64, decode_8b_1, decode_8b_16).
+_HOPPER_MULTI = _HOPPER | {
+    "psum_residual_rms_norm": {("bare", 2): (Row(1 * _MB, "one_shot_rms_norm", 512, 256),)}
+}
+# The elements of the rows that were measured, by dtype. Rows of a tuning hold for all.
+NORMED = {"bfloat16": range(4096, 8192 + 1)}
+
 
 def _cpu(
     limits: dict[str, dict[int, tuple[tuple[str, int, int], ...]]],
@@ -244,7 +252,7 @@ TABLE: dict[tuple[str, str, str, str, int], tuple[Row, ...]] = {
     (hardware, mode, operation, packets, world): rows
     for hardware, mode, operations in (
         ("hopper", "single", _HOPPER),
-        ("hopper", "multi", _HOPPER),
+        ("hopper", "multi", _HOPPER_MULTI),
         ("cpu", "single", _CPU_SINGLE),
         ("cpu", "multi", _CPU_MULTI),
     )
@@ -299,6 +307,30 @@ def rows_and_source(
         return shipped, "(not measured)"
     measured_on = "2 CPU cores" if hardware == "cpu" else _with_rows(hardware).measured_on
     return shipped or None, f"(measured on {measured_on})"
+
+
+def fuses_norm(
+    operation: str,
+    *,
+    nbytes: int,
+    dtype: str,
+    hidden: int,
+    hardware: str,
+    mode: str,
+    world_size: int,
+    tuned: Tuned | None = None,
+) -> bool:
+    """Whether a norm was measured to be faster than a sum and what XLA makes of the rest.
+
+    Args:
+        nbytes: bytes of a rank's result.
+        hidden: the elements of a row.
+    """
+    where = hardware, mode, operation, "bare", world_size
+    found, _ = rows_and_source(*where, tuned)
+    if not found or not found[-1].measured or nbytes > found[-1].nbytes:
+        return False
+    return found is not rows(*where) or hidden in NORMED.get(dtype, ())
 
 
 def _with_rows(hardware: str) -> Generation:

@@ -263,11 +263,22 @@ _LLAMAS = {
 _TINY_LLAMA = _Llama(hidden=64, inner=96, heads=8, kv_heads=8, layers=2, length=16, vocabulary=64)
 
 
-def _decode_llama(lib: Any, mesh: Mesh, model: str, batch: int) -> Program:
+def _few_rows(lib: Any) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """(w's columns divided, w's rows divided and the products summed) over "x", if `lib` has it."""
+    if hasattr(lib, "matmul_all_reduce"):
+        return (
+            partial(lib.column_parallel_matmul, axis_name="x"),
+            partial(lib.matmul_all_reduce, axis_name="x"),
+        )
+    return jnp.matmul, lambda x, w: lib.psum(x @ w, "x")
+
+
+def _decode_llama(lib: Any, mesh: Mesh, model: str, batch: int, matmuls: bool = False) -> Program:
     """A token through layers with unrolled calls, each a sum, a residual add and a norm, twice.
 
-    The caches are full, and are read only. At the end the ranks gather the best logits of their
-    parts of the vocabulary, of which a little goes into the next call.
+    With `matmuls` the library multiplies, too, and XLA computes the norms. The caches are full, and
+    are read only. At the end the ranks gather the best logits of their parts of the vocabulary, of
+    which a little goes into the next call.
 
     Arguments: the activations [batch, hidden], for each layer its weights and its cache, and the
     weights of the logits, all in bfloat16.
@@ -281,18 +292,26 @@ def _decode_llama(lib: Any, mesh: Mesh, model: str, batch: int) -> Program:
         **{name: ((hidden, inner), columns) for name in ("gate", "up")},
         **{"down": ((inner, hidden), rows), "keys": cache, "values": cache},
     }
-    norm = _sum_and_norm(lib)
+    norm, multiply = _sum_and_norm(lib), jnp.matmul
+    if matmuls:
+        multiply, multiply_and_sum = _few_rows(lib)
+
+    def leave(x: Any, w: Any, residual: Any) -> tuple[Any, Any]:
+        ones = jnp.ones(hidden, jnp.bfloat16)
+        if not matmuls:
+            return norm(x @ w, residual, ones)
+        residual = residual + multiply_and_sum(x, w)
+        return _rms_norm(residual) * ones, residual
 
     def body(first: Any, layers: Any, unembedding: Any) -> Any:
-        ones = jnp.ones(hidden, jnp.bfloat16)
         x, residual = first, first
         for w in layers:
-            query = (x @ w["query"]).reshape(batch, 1, -1, channels)
+            query = multiply(x, w["query"]).reshape(batch, 1, -1, channels)
             mixed = jax.nn.dot_product_attention(query, w["keys"], w["values"])
-            x, residual = norm(mixed.reshape(batch, -1) @ w["output"], residual, ones)
-            raised = jax.nn.silu(x @ w["gate"]) * (x @ w["up"])
-            x, residual = norm(raised @ w["down"], residual, ones)
-        best = lib.all_gather((x @ unembedding).max(-1), "x").max(0)
+            x, residual = leave(mixed.reshape(batch, -1), w["output"], residual)
+            raised = jax.nn.silu(multiply(x, w["gate"])) * multiply(x, w["up"])
+            x, residual = leave(raised, w["down"], residual)
+        best = lib.all_gather(multiply(x, unembedding).max(-1), "x").max(0)
         return _rms_norm(x + 1e-3 * best[:, None])
 
     def random(seed: int, shape: Sequence[int], spec: P) -> jax.Array:
@@ -686,9 +705,12 @@ PROGRAMS: dict[str, Callable[[Any, Mesh], Program]] = {
     "decode_scanned": partial(_decode, loop=_scanned),
     "decode_unrolled": partial(_decode, loop=_unrolled),
     **{
-        f"decode_{model}_{batch}": partial(_decode_llama, model=model, batch=batch)
+        f"decode_{model}_{batch}{of}": partial(
+            _decode_llama, model=model, batch=batch, matmuls=of > ""
+        )
         for model in _LLAMAS
         for batch in (1, 16)
+        for of in ("", "_matmuls")
     },
     "train_step": partial(_train_step, kind="sums"),
     "train_step_sequence_parallel": partial(_train_step, kind="sequence"),

@@ -103,7 +103,7 @@ def steps(out: Path, devices: int, cpu: bool) -> list[tuple[str, str, int, str, 
     for name in ("decode", "tensor_parallel", "sequence_parallel", "fsdp", "data_parallel"):
         bench("auto", f"auto_{name}", 150, f"auto_{name}")
     for rows in (1, 16, 64, 1024):
-        bench("decode", f"norms_{rows}", 60, f"norms_{rows}", "JAX_INTRANODE_FUSE_NORMS=always")
+        bench("decode", f"norms_{rows}", 60, f"norms_{rows}", "JAX_INTRANODE_FUSE_NORMS=never")
     for program in ("decode_8b_1", "decode_8b_16", "decode_8b_1_matmuls", "decode_8b_16_matmuls"):
         bench("decode", program, 120, program)
     for name in ("decode_scanned", "decode_unrolled", "transformer", "mlp_block", "train_step"):

@@ -34,7 +34,8 @@ from jax_intranode._src.selection import config, select, table
 FLOATS = ("float32", "bfloat16", "float16")
 DTYPES = (*FLOATS, "float64", "int8", "uint8", "int32", "uint32", "int64", "uint64")
 COPIED_DTYPES = (*DTYPES, "bool", "int16", "uint16", "complex64", "complex128")
-OPERATIONS = tuple(record.name for record in of_kind(COLLECTIVE))
+# cases_of_ragged.py has those of the ragged one.
+OPERATIONS = tuple(record.name for record in of_kind(COLLECTIVE) if not record.ragged)
 # Those that run in segments, if they are large.
 SEGMENTED = tuple(name for name in OPERATIONS if name != "ppermute")
 # Those whose operand has a part for each rank.

@@ -13,7 +13,6 @@ from jax.sharding import PartitionSpec as P
 
 import jax_intranode
 
-KINDS = ("apart", "over", "to one", "same", "empty")
 # Updates for each rank, rows of operand and output, shape of a row, dtype. Streams of the last one
 # have more windows than an epoch buffer has room for, and rows of no whole packet.
 SHAPES: tuple[tuple[int, tuple[int, int], tuple[int, ...], str], ...] = (
@@ -34,7 +33,7 @@ def ragged_of_random_tables(world: int, shape: int) -> None:
     rng = np.random.default_rng([world, shape])
     run: Any = None
     for number in range(TABLES if shape < 3 else 5):
-        kind = KINDS[number % len(KINDS)]
+        kind = ragged_tables.KINDS[number % len(ragged_tables.KINDS)]
         tables = ragged_tables.tables(rng, world, updates, *rows, kind)
         operand, output = ragged_tables.operands(rng, world, rows, row, dtype)
         args = [put(mesh, P("x"), x) for x in (operand, output, *tables)]

@@ -11,6 +11,7 @@ from jax.sharding import PartitionSpec as P
 import jax_intranode
 
 Tables = list[np.ndarray]
+KINDS = ("apart", "over", "to one", "same", "empty")
 
 
 def tables(
@@ -52,7 +53,9 @@ def received(of_senders: np.ndarray) -> np.ndarray:
     return of_senders.reshape(n, n, -1).swapaxes(0, 1).reshape(n, -1)
 
 
-def expected(operand: np.ndarray, output: np.ndarray, of_ranks: Tables) -> np.ndarray:
+def expected(
+    operand: Sequence[np.ndarray] | np.ndarray, output: np.ndarray, of_ranks: Tables
+) -> np.ndarray:
     """The results of all ranks. Where updates overlap, the last one of the last rank counts."""
     starts, sizes, places, _ = of_ranks
     n, result = len(operand), output.copy()
@@ -61,7 +64,7 @@ def expected(operand: np.ndarray, output: np.ndarray, of_ranks: Tables) -> np.nd
         for i, rows in enumerate(sizes[source]):
             if rows > 0:
                 place, start = places[source, i], starts[source, i]
-                result[i // k, place : place + rows] = operand[source, start : start + rows]
+                result[i // k, place : place + rows] = operand[source][start : start + rows]
     return result
 
 

@@ -90,17 +90,19 @@ def test_links_of_a_chain_fit(name: str) -> None:
     """A chain of one call returns its result, brought to the operand's size and scaled."""
     mesh = mesh_of_two()
     of_bench = OPERATIONS[name]
-    link = collectives.link(lambda xs: of_bench.call(jax_intranode, xs))
+    ragged = of_bench.steps[0].ragged
+    link = collectives.link(lambda xs: of_bench.call(jax_intranode, xs), ragged=ragged)
     operands = [jnp.arange(16, dtype=jnp.float32)]
     (got,) = timing.Chain(mesh, link, operands, (jnp.full(2, 0.5, jnp.float32),), 1, 1).run()
     first, second = np.arange(8), np.arange(8, 16)
-    total = first + second
+    total, exchanged = first + second, np.stack([first.reshape(2, 4), second.reshape(2, 4)], axis=1)
     wanted = {
         "psum": [total, total],
         "pmean": [total / 2, total / 2],
         "psum_scatter": [np.tile(total[:4], 2), np.tile(total[4:], 2)],
         "all_gather": [first, first],
-        "all_to_all": np.stack([first.reshape(2, 4), second.reshape(2, 4)], axis=1),
+        "all_to_all": exchanged,
+        "ragged_all_to_all": exchanged,
         "psum_scatter+all_gather": [total, total],
         "pmax": [second, second],
         "pmin": [first, first],
@@ -109,7 +111,7 @@ def test_links_of_a_chain_fit(name: str) -> None:
     assert np.array_equal(got, 0.5 * np.ravel(wanted))
 
 
-@pytest.mark.parametrize("name", ["psum", "pmax", "ppermute"])
+@pytest.mark.parametrize("name", ["psum", "pmax", "ppermute", "ragged_all_to_all"])
 def test_operations_are_measured_in_a_graph(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     (record,) = OPERATIONS[name].steps
     selected = [select.Selection(record.algorithms[0], "", blocks=8)]

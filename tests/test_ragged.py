@@ -397,6 +397,8 @@ def test_several_axes_and_a_group_of_one() -> None:
 
 @pytest.mark.parametrize("library", [jax_intranode, lax])
 def test_arrays_without_rows(library: Any) -> None:
+    if library is lax and jax.devices()[0].platform == "gpu":
+        pytest.skip("unedited programs keep them, and XLA of jax 0.11 crashes")
     tables = [np.zeros((2, 2), np.int32)] * 4
     with jax_intranode.accelerate():
         for rows in ((0, 3), (3, 0)):

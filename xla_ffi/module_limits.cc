@@ -13,7 +13,7 @@
 #include "kernels/failure_reason.h"
 #include "kernels/group.h"
 #include "kernels/permute.h"
-#include "kernels/ragged.h"
+#include "kernels/ragged_call.h"
 
 namespace nb = nanobind;
 

@@ -32,7 +32,7 @@ MULTIPLIED = ("bfloat16", "float16")
 # Norms: those that travel in bare packets.
 NORMED = ("float32", "bfloat16", "float16")
 
-COLLECTIVE, MATMUL, NORM, RAGGED = "collective", "matmul", "norm", "ragged"
+COLLECTIVE, MATMUL, NORM = "collective", "matmul", "norm"
 # The algorithm of a group whose GPUs are linked as a hybrid cube mesh.
 HYBRID_CUBE_MESH = "hybrid_cube_mesh"
 
@@ -43,8 +43,8 @@ class Record:
 
     Attributes:
         name: the name of the public function.
-        kind: COLLECTIVE, MATMUL (a collective and the matmuls next to it), NORM (a sum, a
-            residual and a norm) or RAGGED (a collective whose sizes are data).
+        kind: COLLECTIVE, MATMUL (a collective and the matmuls next to it) or NORM (a sum, a
+            residual and a norm).
         dtypes: the dtypes that its kernels take.
         reduction: how elements of different ranks are combined: "sum", "max", "min", or not: None.
         divides: whether the operand is divided: each rank gets a part of it.
@@ -55,12 +55,13 @@ class Record:
         stablehlo: the name of the operation in StableHLO and, with hyphens, in HLO.
         target: the target of its custom call; None for the name behind "jax_intranode_".
         takes_many: whether one call can take several arrays.
+        ragged: whether how much is sent is data. It takes an output and tables besides an array.
         collective: for a matmul or a norm: the collective in it.
         like: the operation whose rows of the table hold, as not measured, while it has none.
         norm: for a norm: which one.
         derived: the names of primitives that exist for its derivatives only.
         call: (library, arrays) -> arrays: calls it over the axis "x", for the benchmark. The
-            library is this package or ``jax.lax``.
+            library is this package or ``jax.lax``. A ragged one may get an output as well.
         expected: (operands of the ranks in order, their number) -> the result of each rank, by
             NumPy. Operands and results are flat.
     """
@@ -77,6 +78,7 @@ class Record:
     stablehlo: str | None = None
     target: str | None = None
     takes_many: bool = False
+    ragged: bool = False
     collective: str | None = None
     like: str | None = None
     norm: str | None = None
@@ -161,6 +163,17 @@ def _to_the_next(library: Any, xs: list[Any]) -> Any:
 def _from_the_one_before(operands: Iterable[np.ndarray], n: int) -> list[np.ndarray]:
     *others, last = operands
     return [last, *others]
+
+
+def _in_equal_updates(library: Any, xs: list[Any]) -> list[Any]:
+    """An update for each rank: what all_to_all does. The output is the last of the arrays."""
+    from jax import lax  # which has the axis
+
+    n = library.psum(1, "x")
+    sizes = np.full(n, len(xs[0]) // n, np.int32)
+    places = lax.axis_index("x") * sizes
+    tables = np.arange(n, dtype=np.int32) * sizes, sizes, places, sizes
+    return [library.ragged_all_to_all(xs[0], xs[-1], *tables, axis_name="x")]
 
 
 # The records.
@@ -260,13 +273,16 @@ RECORDS: dict[str, Record] = {
         ),
         Record(
             name="ragged_all_to_all",
-            kind=RAGGED,
+            kind=COLLECTIVE,
             dtypes=EXCHANGED,
             divides=True,
             gathers=True,
             algorithms=("ragged",),
             lax_primitives=("ragged_all_to_all",),
+            ragged=True,
             derived=("gradient_of_ragged_all_to_all",),
+            call=_in_equal_updates,
+            expected=_exchanged,
         ),
         Record(
             name="all_gather_matmul",

@@ -36,6 +36,7 @@
 #include <vector>
 
 #include "tests/native/kernel_of.h"
+#include "tests/native/ragged_tables.h"
 #include "tests/native/test_monitor.h"
 #include "xla_ffi/ffi/site_numbers.h"
 #include "xla_ffi/health/call_sites.h"
@@ -81,16 +82,18 @@ struct Plan {
   size_t pieces;
   // Of a permute: of each piece the source of each rank, or -1.
   std::vector<std::vector<int>> sources = {};
+  jin::RaggedTables tables = {};  // of a ragged all-to-all, with an item a row
 
   static Plan Of(int ranks, int round, int site) {
     std::mt19937 random(round * 1000 + site);
     for (int k = 0; k < 8; ++k) random();
     jin::ElementType type = jin::kElementTypes[random() % std::size(jin::kElementTypes)];
     constexpr size_t kKinds = std::size(jin::kCollectives), kExtremes = std::size(jin::kExtremes);
-    const size_t drawn = random() % (kKinds + kExtremes + 3);
-    jin::Algorithm algorithm = drawn < kKinds               ? jin::kCollectives[drawn]
-                               : drawn < kKinds + kExtremes ? jin::kExtremes[drawn - kKinds]
-                                                            : jin::Algorithm::kPermute;
+    const size_t drawn = random() % (kKinds + kExtremes + 4);
+    jin::Algorithm algorithm = drawn < kKinds                ? jin::kCollectives[drawn]
+                               : drawn < kKinds + kExtremes  ? jin::kExtremes[drawn - kKinds]
+                               : drawn == kKinds + kExtremes ? jin::Algorithm::kRagged
+                                                             : jin::Algorithm::kPermute;
     if (on_mesh) algorithm = jin::Algorithm::kHybridCubeMesh;
     if (!jin::HasKernel(algorithm, type)) type = jin::ElementType::kI32;
     // Small ones and large ones: a large one is still on its way when a small one begins.
@@ -103,6 +106,9 @@ struct Plan {
     Plan plan{{algorithm, type, segments}, items, one ? 1 : std::min<size_t>(items, 5)};
     for (size_t k = 0; k < plan.pieces && permutes; ++k) {
       plan.sources.push_back(Permutation(ranks, &random));
+    }
+    if (algorithm == jin::Algorithm::kRagged) {
+      plan.tables = jin::RaggedTables::Of(ranks, static_cast<uint32_t>(items), 32, &random);
     }
     return plan;
   }
@@ -272,7 +278,15 @@ std::vector<char> Expected(const Plan& plan, int ranks, int rank, int round, int
   for (size_t i = 0; i < plan.items * jin::OutputShards(algorithm, ranks); ++i) {
     const size_t shard = i / plan.items, at = i % plan.items;
     const size_t first = jin::InputShards(algorithm, ranks) > 1 ? rank * plan.items : 0;
-    if (plan.Permutes()) {
+    if (algorithm == jin::Algorithm::kRagged) {
+      const auto [source, row] = plan.tables.OriginOf(rank, i);
+      const size_t item = jin::ItemBytes(type);
+      if (source < 0) {
+        bytes.insert(bytes.end(), item, 'x');
+      } else {
+        Encode(type, Value(source, round, site, row), &bytes);
+      }
+    } else if (plan.Permutes()) {
       const int source = plan.sources[plan.PieceOf(i)][rank];
       Encode(type, source < 0 ? 0 : Value(source, round, site, i), &bytes);
     } else if (jin::ReductionOf(algorithm) != jin::Reduction::kSum) {
@@ -370,9 +384,13 @@ void Sound(int ranks, int processes, int rounds) {
             const auto arrive = [&](const auto& call) {
               return group_of(plans[k]).Arrive(r, Identity(sites[k]), plans[k].operation, call);
             };
-            tickets.push_back(plans[k].Permutes() ? arrive(plans[k].MembersOf(r, buffers))
-                              : on_mesh ? arrive(jin::LinkedBuffers{buffers, LinksOf(r, ranks)})
-                                        : arrive(buffers));
+            const bool ragged = plans[k].tables.updates > 0;
+            tickets.push_back(
+                ragged ? arrive(plans[k].tables.CallOf(r, inputs[k].data(), outputs[k].data(),
+                                                       jin::ItemBytes(plans[k].operation.type)))
+                : plans[k].Permutes() ? arrive(plans[k].MembersOf(r, buffers))
+                : on_mesh             ? arrive(jin::LinkedBuffers{buffers, LinksOf(r, ranks)})
+                                      : arrive(buffers));
           }
           for (size_t k = 0; k < sites.size(); ++k) {
             // Peers may wait for this rank in the other group.

@@ -4,13 +4,13 @@
 // places. Results lie at any address, with guard bytes before and after. The epoch wraps in the
 // middle of the calls.
 //
-//   protocol_test [variant] [ranks] [calls] [patience] [mesh|permutes]
+//   protocol_test [variant] [ranks] [calls] [patience] [mesh|permutes|ragged]
 //   protocol_test offsets
 //
 // "offsets" runs the last segment of messages of more than 4 GiB, of which no other part exists.
 //
 // A thread that waits longer than `patience` seconds ends the test. Permutes have regions of their
-// own; with "permutes" there are no other calls. With "mesh" the ranks are a
+// own; with "permutes" or "ragged" there are no other calls. With "mesh" the ranks are a
 // hybrid cube mesh, in a shuffled order, and all calls are of that algorithm. A rank has no address
 // of the regions of those that it is not linked to, so a byte that it sends them ends the program.
 //
@@ -35,6 +35,7 @@
 
 #include "tests/native/kernel_of.h"
 #include "tests/native/protocol_thread.h"
+#include "tests/native/ragged_tables.h"
 #include "tests/native/regions.h"
 #include "xla_ffi/ffi/members.h"
 #include "xla_ffi/kernels/norm_protocol.h"
@@ -97,6 +98,7 @@ struct Plan {
   bool is_unsigned = false;  // of a maximum or minimum of integers
   // Of a permute: of each buffer the source of each rank, or -1.
   std::vector<std::vector<int>> sources = {};
+  jin::RaggedTables tables = {};
 
   bool Permutes() const { return algorithm == jin::Algorithm::kPermute; }
   bool IsExtreme() const { return jin::ReductionOf(algorithm) != jin::Reduction::kSum; }
@@ -244,7 +246,24 @@ bool RunPermute(HostThread& t, const TestGroup& g, const Call& call, const Plan&
                        : jin::RunOperation<Flagged>(t, g, call);
 }
 
+template <class Body>
+bool RunRagged(HostThread& t, const TestGroup& g, const jin::Buffer& whole, const Plan& plan) {
+  const size_t row_bytes = plan.bytes / plan.tables.rows;
+  const jin::RaggedCall call = plan.tables.CallOf(g.rank, whole.in, whole.out, row_bytes);
+  const uint32_t epoch = jin::Begin(t, g);
+  uint32_t step = 0;
+  if (!Body::Run(t, g, call, *t.table, epoch, &step)) return false;
+  jin::End(t, g, epoch);
+  return true;
+}
+
 bool RunPlan(HostThread& t, const TestGroup& g, const jin::Buffer& whole, const Plan& plan) {
+  if (plan.tables.updates > 0) {
+    using Bare = jin::Ragged<jin::BF16, MaybeBroken<jin::BarePackets>>;
+    using Flagged = jin::Ragged<jin::I8, MaybeBroken<jin::FlaggedPackets>>;
+    return plan.floating ? RunRagged<Bare>(t, g, whole, plan)
+                         : RunRagged<Flagged>(t, g, whole, plan);
+  }
   if (plan.hidden > 0) return RunNorm(t, g, whole, plan);
   if (plan.Permutes()) {
     const jin::Permutes members = MembersOf(g.rank, whole, plan);
@@ -341,6 +360,12 @@ uint32_t WordAt(const char* words, size_t i) {
 // Word i of a rank's output. Every NaN is as good as another one.
 uint32_t Expected(const Plan& plan, int ranks, int rank, int call, size_t i) {
   const size_t shard = plan.bytes / 4;
+  if (plan.tables.updates > 0) {
+    const size_t row_words = shard / plan.tables.rows;
+    const auto [source, row] = plan.tables.OriginOf(rank, i / row_words);
+    if (source < 0) return 0x5A5A5A5A;  // of the guards
+    return Value(source, call, row * row_words + i % row_words, plan.floating);
+  }
   if (plan.Permutes()) {
     const size_t each = (shard + plan.buffers - 1) / plan.buffers;
     const int source = plan.sources[i / each][rank];
@@ -486,6 +511,7 @@ int main(int argc, char** argv) {
   const int calls = argc > 3 ? atoi(argv[3]) : 200;
   const bool mesh = argc > 5 && std::string(argv[5]) == "mesh";
   const bool only_permutes = argc > 5 && std::string(argv[5]) == "permutes";
+  const bool only_ragged = argc > 5 && std::string(argv[5]) == "ragged";
   if (argc > 4) patience = std::chrono::duration<double>(atof(argv[4]));
 
   never_armed = variant == "never_armed";
@@ -498,8 +524,10 @@ int main(int argc, char** argv) {
   kinds.insert(kinds.end(), std::begin(jin::kExtremes), std::end(jin::kExtremes));
   kinds.insert(kinds.end(), std::begin(kNorms), std::end(kNorms));
   kinds.insert(kinds.end(), 3, jin::Algorithm::kPermute);
+  kinds.insert(kinds.end(), 2, jin::Algorithm::kRagged);
   if (mesh) kinds = {jin::Algorithm::kHybridCubeMesh};
   if (only_permutes) kinds = {jin::Algorithm::kPermute};
+  if (only_ragged) kinds = {jin::Algorithm::kRagged};
   for (int k = 0; k < calls; ++k) {
     const jin::Algorithm algorithm = kinds[random() % kinds.size()];
     size_t bytes = 4 * (1 + random() % (kMaxBytes / 4));
@@ -510,6 +538,14 @@ int main(int argc, char** argv) {
       plans.push_back({algorithm, true, rows * row_bytes,
                        1 + static_cast<int>(random() % kMaxBlocksHere), 1, random() % 16, 1,
                        hidden});
+      ++epochs;
+      continue;
+    }
+    if (algorithm == jin::Algorithm::kRagged) {
+      const uint32_t row_words = 1 + random() % 9, rows = 1 + random() % 40;
+      plans.push_back({algorithm, random() % 2 == 0, size_t{4} * rows * row_words,
+                       1 + static_cast<int>(random() % kMaxBlocksHere), 1, random() % 16});
+      plans.back().tables = jin::RaggedTables::Of(ranks, rows, kMaxUpdatesHere, &random);
       ++epochs;
       continue;
     }
@@ -544,6 +580,7 @@ int main(int argc, char** argv) {
   std::vector<std::thread> threads;
   std::vector<std::vector<float>> totals(ranks * kMaxBlocksHere,
                                          std::vector<float>(jin::kMaxHidden / 4));
+  std::vector<Table> tables(ranks * kMaxBlocksHere);
   std::vector<std::vector<std::vector<uint32_t>>> inputs(ranks);
   std::vector<std::vector<jin::Guarded>> outputs(ranks);
   std::vector<std::unique_ptr<std::barrier<>>> block_barriers, rank_barriers, check_barriers;
@@ -620,8 +657,13 @@ int main(int argc, char** argv) {
             TestGroup& group = groups[plan.Permutes()];
             if (b < plan.blocks) {
               const int block = r * kMaxBlocksHere + b;
-              HostThread thread{
-                  t, b, plan.blocks, block_barriers[block].get(), &jitter, &totals[block]};
+              HostThread thread{t,
+                                b,
+                                plan.blocks,
+                                block_barriers[block].get(),
+                                &jitter,
+                                &totals[block],
+                                &tables[block]};
               thread.changes = variant == "other_thread" && plan.in_place;
               jitter.Pause();
               char* const out = outputs[r][k].data();
@@ -658,6 +700,9 @@ int main(int argc, char** argv) {
     const auto* header = regions.Header(r);
     for (uint32_t epoch : header->epoch) wrong += epoch != first_epoch + epochs;
     wrong += header->operations != static_cast<uint32_t>(calls - calls / 2) - permutes;
+    for (const auto& of_rank : header->taken) {
+      for (uint32_t windows : of_rank) wrong += windows != 0;
+    }
     header = of_permutes.Header(r);
     for (uint32_t epoch : header->epoch) wrong += epoch != permutes - permutes / 2;
     wrong += header->operations != permutes - permutes / 2;

@@ -15,12 +15,16 @@
 #include "xla_ffi/kernels/norm_protocol.h"
 #include "xla_ffi/kernels/one_hop.h"
 #include "xla_ffi/kernels/permute.h"
+#include "xla_ffi/kernels/ragged.h"
 
 namespace protocol_test {
 
 namespace jin = jax_intranode;
 
 constexpr int kThreads = 2;
+// The most updates of a rank in a ragged all-to-all.
+constexpr int kMaxUpdatesHere = 32;
+using Table = jin::RaggedTableOf<kMaxUpdatesHere>;
 
 inline std::chrono::duration<double> patience{10};
 inline std::atomic<bool> was_busy{false};
@@ -46,6 +50,7 @@ struct HostThread {
   std::barrier<>* barrier;
   Jitter* jitter;
   std::vector<float>* totals;  // of the block's threads (norm.h)
+  Table* table = nullptr;      // of the block
   bool changes = false;        // the next thread's packs in every second phase
   std::chrono::steady_clock::time_point started{};
   bool met = false;
@@ -63,6 +68,7 @@ struct HostThread {
   size_t Stride() const { return blocks * kThreads; }
   static constexpr int kRowThreads = kThreads;
   size_t FirstUnit() const { return 0; }
+  int FirstUpdate() const { return thread; }
   template <uint32_t kMost>
   float Total(float (&v)[kMost], uint32_t count) {
     for (uint32_t j = 0; j < count; ++j) (*totals)[j * kThreads + thread] = v[j];
@@ -98,6 +104,7 @@ struct HostThread {
   }
   void Admit(uint32_t, uint32_t) {}
   void MeetsOther(int, uint64_t) { ++others_met; }
+  void Refuse(const jin::UpdateFault&) { ++others_met; }
 };
 
 // A group as the protocols see it, and the ways to break it.
@@ -119,6 +126,11 @@ struct TestGroup : jin::Group {
 // Takes the place of permute.h's: a rank sends to its destination at once, or does not.
 inline bool HasRoom(const TestGroup& g, int to, uint32_t epoch) {
   return g.no_room || jin::HasRoom<TestGroup>(g, to, epoch);
+}
+
+// Takes the place of ragged.h's: a rank sends all windows at once, or does not.
+inline bool HasTaken(const TestGroup& g, int to, int block, uint32_t windows) {
+  return g.no_room || jin::HasTaken<TestGroup>(g, to, block, windows);
 }
 
 inline bool never_armed = false;

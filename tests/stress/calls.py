@@ -22,6 +22,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jax_intranode
+import ragged_tables
 from jax_intranode._src import operations
 from jax_intranode._src.native import definitions
 
@@ -33,7 +34,7 @@ SUMS = tuple(record.name for record in _COLLECTIVES if record.reduction == "sum"
 EXTREMES = tuple(record.name for record in _COLLECTIVES if record.reduction in ("max", "min"))
 MATMULS = tuple(record.name for record in operations.of_kind(operations.MATMUL))
 # Those whose operand has a part for each rank.
-DIVIDED = tuple(record.name for record in _COLLECTIVES if record.divides)
+DIVIDED = tuple(record.name for record in _COLLECTIVES if record.divides and not record.ragged)
 # How a chain makes a call. "late": the ranks come at different times.
 WAYS = ("plain", "gradient", "vmap", "cond", "scan", "jit", "late", "checkpoint")
 # Their cotangents, without check_vma.
@@ -69,8 +70,10 @@ class Call:
         axes: the axes, in rank order.
         dtype: the dtype.
         shape: the shape of a rank's operand.
-        dimension: what is scattered or split, or the axis of the result that is gathered.
-        concat: where an all-to-all puts the parts; the columns of a matmul's matrix.
+        dimension: what is scattered or split, or the axis of the result that is gathered; the
+            updates for each rank of a ragged all-to-all.
+        concat: where an all-to-all puts the parts; the columns of a matmul's matrix; the seed of
+            the tables of a ragged all-to-all, whose output is the operand with its rows reversed.
         tiled: as for the functions, if they have it.
         way: one of WAYS.
         leaves: an operation that takes a tree takes so many arrays, an all-gather matmul so many
@@ -105,6 +108,10 @@ class Call:
             perm = [[*self.perm]] if self.operation == "ppermute" else []
             parts = f(jnp.split(x.reshape(-1), at), self.axes, *perm)
             return jnp.concatenate(parts).reshape(x.shape)
+        if operations.RECORDS[self.operation].ragged:
+            of_ranks = self._tables(lax.axis_size(self.axes))
+            mine = [jnp.asarray(table)[lax.axis_index(self.axes)] for table in of_ranks]
+            return f(x, x[::-1], *mine, axis_name=self.axes)
         if self.operation == "psum_scatter":
             return f(x, self.axes, scatter_dimension=self.dimension, tiled=tiled)
         if self.operation == "all_gather":
@@ -114,6 +121,9 @@ class Call:
     def expected(self, operands: Sequence[np.ndarray], rank: int) -> np.ndarray:
         """What rank `rank` of a group gets, if rank r has operands[r]."""
         dimension = self.dimension
+        if operations.RECORDS[self.operation].ragged:
+            outputs = np.stack([x[::-1] for x in operands])
+            return ragged_tables.expected(operands, outputs, self._tables(len(operands)))[rank]
         if self.operation == "all_gather":
             joined: Callable[..., np.ndarray] = np.concatenate if self.tiled else np.stack
             return joined(operands, dimension)
@@ -134,6 +144,12 @@ class Call:
             return total
         part = np.split(total, len(operands), dimension)[rank]
         return part if self.tiled else part.squeeze(dimension)
+
+    def _tables(self, ranks: int) -> ragged_tables.Tables:
+        """The tables of all ranks of a ragged all-to-all."""
+        rng, rows = np.random.default_rng(self.concat), self.shape[0]
+        kind = ragged_tables.KINDS[self.concat % len(ragged_tables.KINDS)]
+        return ragged_tables.tables(rng, ranks, self.dimension, rows, rows, kind)
 
     def transposed(self, shape: tuple[int, ...]) -> "Call":
         """The call that makes the operand's cotangent of a cotangent of this shape."""
@@ -225,10 +241,10 @@ def random_call(
             if choose.integer(0, 2):
                 perm = (*perm, (source, free.pop(choose.integer(0, len(free) - 1))))
     copies = operations.RECORDS[operation].reduction is None
-    divided = operation in DIVIDED
+    divided, ragged = operation in DIVIDED, operations.RECORDS[operation].ragged
     tiled = choose.one_of((True, False))
     shape = [choose.integer(1, 9) for _ in range(choose.integer(0, 2))]
-    if divided or choose.one_of((True, False)):  # more than a pack, or than a thread handles
+    if divided or ragged or choose.one_of((True, False)):  # more than a pack, or than a thread handles
         largest = most[operation] // math.prod(shape)
         shape.insert(choose.integer(0, len(shape)), choose.integer(1, max(1, largest)))
     while math.prod(shape) > most[operation]:
@@ -237,11 +253,13 @@ def random_call(
     if divided:
         dimension, concat = (choose.integer(0, len(shape) - 1) for _ in range(2))
         shape[dimension] = ranks * (shape[dimension] if tiled else 1)
+    elif ragged:
+        dimension, concat = choose.integer(1, 5), choose.integer(0, 999)
     elif operation == "all_gather":
         tiled = tiled and bool(shape)
         dimension = choose.integer(0, len(shape) - (1 if tiled else 0))
     dtype = choose.one_of(operations.COPIED if copies else definitions.DTYPES)
-    has_gradient = dtype in FLOATS and operation not in EXTREMES
+    has_gradient = dtype in FLOATS and operation not in EXTREMES and not ragged
     way = choose.one_of([w for w in ways if has_gradient or w not in ("gradient", "checkpoint")])
     if operation == "all_to_all" and not tiled and way in ("gradient", "checkpoint"):
         concat = dimension  # the gradient by jax.lax raises otherwise (0.10.2 to 0.12)

@@ -6,7 +6,6 @@
 #include "../kernels/hybrid_cube_mesh.h"
 #include "../kernels/one_hop.h"
 #include "../kernels/permute.h"
-#include "../kernels/ragged.h"
 #include "../kernels/segments.h"
 #include "../kernels/two_shot.h"
 #include "device_thread.h"
@@ -51,22 +50,6 @@ __global__ void __launch_bounds__(kMaxThreads)
     return;
   }
   RunOperation<HybridCubeMesh<Type, N>>(thread, group, call);
-}
-
-template <class Type>
-__global__ void __launch_bounds__(kMaxThreads)
-    jax_intranode_ragged(const __grid_constant__ DeviceGroup group,
-                         const __grid_constant__ RaggedCall call) {
-  __shared__ RaggedTable table;
-  DeviceThread thread(group, Algorithm::kRagged);
-  if (thread.IsCheckBlock()) {
-    CheckSameOperation(thread, group);
-    return;
-  }
-  const uint32_t epoch = Begin(thread, group);
-  uint32_t step = 0;
-  Ragged<CopiedAs<Type>, typename Type::Packets>::Run(thread, group, call, table, epoch, &step);
-  End(thread, group, epoch);
 }
 
 template <class Type>

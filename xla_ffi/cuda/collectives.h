@@ -8,7 +8,7 @@
 #include "../kernels/hybrid_cube_mesh.h"
 #include "../kernels/norm.h"
 #include "../kernels/permute.h"
-#include "../kernels/ragged.h"
+#include "../kernels/ragged_call.h"
 #include "../kernels/segments.h"
 #include "failure.h"
 
@@ -43,8 +43,7 @@ const void* FlaggedKernel(Algorithm algorithm, ElementType type, int size, CallK
                           bool in_segments);
 const void* BarePermuteKernel(bool aligned);
 const void* FlaggedPermuteKernel(bool aligned);
-const void* BareRaggedKernel();
-const void* FlaggedRaggedKernel();
+const void* RaggedKernel(bool bare);  // ragged.cu
 const void* NormKernel(ElementType type, int size, bool aligned);
 
 struct LaunchShape {

@@ -6,7 +6,7 @@
 
 #include "../../jax_intranode/include/jax_intranode/peer_types.h"
 #include "../kernels/failure_reason.h"
-#include "../kernels/ragged.h"
+#include "../kernels/ragged_call.h"
 
 namespace jax_intranode {
 

@@ -1,5 +1,7 @@
 #include "graph_timing.h"
 
+#include <algorithm>
+#include <numeric>
 #include <stdexcept>
 
 #include "../text.h"
@@ -17,9 +19,21 @@ Owned<void> DeviceMemory(size_t bytes) {
   return Owned<void>(memory);
 }
 
-// One launch. In a permute each rank sends to the next one.
+// One launch. In a permute each rank sends to the next one, in a ragged all-to-all a row to each:
+// `tables` has the rows' numbers, their sizes, and the number of this rank, for each.
 cudaError_t LaunchTimed(const DeviceOperation& operation, const DeviceGroup& group,
-                        const Links& links, const Buffer& buffer, cudaStream_t stream) {
+                        const Links& links, const Buffer& buffer, const int32_t* tables,
+                        cudaStream_t stream) {
+  if (operation.algorithm == Algorithm::kRagged) {
+    const uint32_t n = group.size;
+    const int32_t *const sizes = tables + n, *const places = sizes + n;
+    const uint32_t window = RaggedWindow(group.epoch_buffer_bytes, group.size,
+                                         operation.shape.blocks, 1, PacketBytes(operation.type));
+    const size_t row_bytes = buffer.bytes / n;
+    const RaggedCall call{buffer.in, buffer.out, tables, sizes, places, sizes,
+                          row_bytes, n,          n,      1,     window};
+    return Launch(operation, group, call, stream);
+  }
   if (operation.algorithm == Algorithm::kPermute) {
     Permutes call;
     call.Append(buffer, (group.rank + group.size - 1) % group.size, (group.rank + 1) % group.size);
@@ -56,12 +70,21 @@ GraphTiming TimeInGraph(int device, const DeviceGroup& group, const Links& links
       cudaMemcpyAsync(in.get(), input.data(), input.size(), cudaMemcpyHostToDevice, stream),
       "copying the input");
   ThrowIfError(cudaMemsetAsync(out.get(), 0xAB, output_bytes, stream), "poisoning the output");
+  std::vector<int32_t> of_rows(3 * group.size, 1);
+  std::iota(of_rows.begin(), of_rows.begin() + group.size, 0);
+  std::fill_n(of_rows.rbegin(), group.size, group.rank);
+  const size_t table_bytes = of_rows.size() * sizeof(int32_t);
+  const Owned<void> tables = DeviceMemory(table_bytes);
+  ThrowIfError(
+      cudaMemcpyAsync(tables.get(), of_rows.data(), table_bytes, cudaMemcpyHostToDevice, stream),
+      "copying tables");
 
   cudaGraph_t graph;
   ThrowIfError(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal), "capturing");
   cudaError_t error = cudaSuccess;
   for (int call = 0; call < calls && error == cudaSuccess; ++call) {
-    error = LaunchTimed(operation, group, links, {in.get(), out.get(), bytes}, stream);
+    error = LaunchTimed(operation, group, links, {in.get(), out.get(), bytes},
+                        static_cast<const int32_t*>(tables.get()), stream);
   }
   const cudaError_t end_error = cudaStreamEndCapture(stream, &graph);
   const Owned<CUgraph_st> owned_graph(end_error == cudaSuccess ? graph : nullptr);

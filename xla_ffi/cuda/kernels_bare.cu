@@ -8,6 +8,5 @@ const void* BareKernel(Algorithm algorithm, ElementType type, int size, CallKind
 }
 
 const void* BarePermuteKernel(bool aligned) { return PermuteKernel<AnyBare>(aligned); }
-const void* BareRaggedKernel() { return kListed<&jax_intranode_ragged<AnyBare>>; }
 
 }  // namespace jax_intranode

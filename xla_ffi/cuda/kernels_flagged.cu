@@ -8,6 +8,5 @@ const void* FlaggedKernel(Algorithm algorithm, ElementType type, int size, CallK
 }
 
 const void* FlaggedPermuteKernel(bool aligned) { return PermuteKernel<AnyFlagged>(aligned); }
-const void* FlaggedRaggedKernel() { return kListed<&jax_intranode_ragged<AnyFlagged>>; }
 
 }  // namespace jax_intranode

@@ -14,7 +14,7 @@
 #include "../kernels/hybrid_cube_mesh.h"
 #include "../kernels/norm.h"
 #include "../kernels/permute.h"
-#include "../kernels/ragged.h"
+#include "../kernels/ragged_call.h"
 #include "site.h"
 
 namespace jax_intranode {

@@ -12,8 +12,8 @@
 //
 // A stream is cut into windows. Behind the notices the epoch buffer has room for two windows, each
 // with a slot for each source. Window w uses the room w % 2, and thread t of both ranks handles the
-// same packs. Windows 0 and 1 are sent at once. Before it sends window w >= 2, a rank waits until
-// the destination has read and armed window w - 2.
+// same packs. Before it sends a pack of window w >= 2, a rank waits until the destination has read
+// and armed window w - 2.
 //
 //   taken[d][b] in the header of rank s: block b of rank d stores w + 1 there when it has read and
 //   armed window w of the stream from s, if that has a window w + 2. The barrier of the block and
@@ -21,11 +21,12 @@
 //   when the last value of the call has come. The next value can't come before: d stores it in a
 //   later call, after it has taken a packet that s has sent in that call, behind the clearing.
 //
-//   Why nobody waits for ever: all ranks go through the same steps,
-//     notices, Send 0, Send 1, hear the notices, Take 0, Send 2, Take 1, Send 3 ... end
-//   and a rank with shorter streams has nothing to do in the last ones. Take w waits for Send w of
-//   a peer, Send w + 2 for Take w, and the end for Takes: each for an earlier step. So of the
-//   blocks of one number, that in the earliest step goes on.
+//   Why nobody waits for ever: all ranks send their notices and the first `ahead` packs of each
+//   stream, hear the notices, and then go through the places i of all streams, in which they send
+//   pack i + ahead and take pack i. A rank with shorter streams has nothing to do at the last ones.
+//   Taking pack i waits for its sending, at place i - ahead of a peer. Sending pack i + ahead waits
+//   for the taking of the window before the last one, at places of a peer before i, because `ahead`
+//   is at most a window. So of the blocks of one number, that at the earliest place goes on.
 //
 // Where writes overlap, the last one counts, in the order of source and update. A rank knows all
 // that is written into its result, so it stores of each pack the bytes that no later update writes.
@@ -37,65 +38,21 @@
 // Model: tests/native/model/ragged_model.cc.
 #pragma once
 
-#include <string>
-
+#include "ragged_call.h"
 #include "same_operation.h"
 
 namespace jax_intranode {
 
-// The most updates of a rank, to all ranks together: a block's tables fit its shared memory.
-constexpr int kMaxUpdates = 1024;
-
-struct RaggedCall {
-  const void* in;  // rows of the operand
-  void* out;       // rows of the result; it has the values that are kept
-  // For each rank and update, in this order. The first three: of what this rank sends.
-  const int32_t *input_offsets, *send_sizes, *output_offsets, *recv_sizes;
-  size_t row_bytes;
-  uint32_t in_rows, out_rows;
-  uint32_t updates;  // for each rank
-  uint32_t window;   // packs of a window of a stream
-};
-
-// Bytes of an epoch buffer that notices take, and packs of a window behind them (0: no room).
-JIN_HOST_FN size_t NoticeBytes(int size, int blocks, uint32_t updates) {
-  return size_t{FlaggedPackets::kBytes} * (size - 1) * blocks * updates;
-}
-inline uint32_t RaggedWindow(size_t epoch_buffer_bytes, int size, int blocks, uint32_t updates,
-                             size_t packet_bytes) {
-  const size_t notices = NoticeBytes(size, blocks, updates);
-  if (notices >= epoch_buffer_bytes) return 0;
-  const size_t packs = (epoch_buffer_bytes - notices) / (2 * (size - 1) * packet_bytes);
-  return static_cast<uint32_t>(packs < UINT32_MAX ? packs : UINT32_MAX);
-}
-
-// An update that can't be done.
-struct UpdateFault {
-  int32_t source, destination, update;
-  int32_t rows, in_row, out_row;
-  int32_t received;  // what the destination expects: its element of recv_sizes
-  uint32_t in_rows, out_rows;
-};
-
-inline std::string TextOf(const UpdateFault& f) {
-  const auto number = [](auto v) { return std::to_string(v); };
-  const std::string text = "update " + number(f.update) + " from rank " + number(f.source) +
-                           " to rank " + number(f.destination) + " has " + number(f.rows) +
-                           " rows from row " + number(f.in_row) + " of an operand with " +
-                           number(f.in_rows) + " rows to row " + number(f.out_row) +
-                           " of an output with " + number(f.out_rows) + " rows";
-  if (f.received == f.rows) return text;
-  return text + ", and recv_sizes of rank " + number(f.destination) + " says " +
-         number(f.received) + " rows";
-}
-
 // What a block knows of the updates that a rank sends and receives: for each rank and update.
 template <int kMost>
 struct RaggedTableOf {
+  struct alignas(8) Rows {
+    uint32_t begin, end;  // equal: it is empty, or bad
+  };
   struct Updates {
-    uint32_t row[kMost];   // its first row in the operand, or in the result
-    uint32_t rows[kMost];  // 0: empty, or bad
-    uint32_t end[kMost];   // the pack after its last one, in the stream between two ranks
+    Rows rows[kMost];       // in the operand, or in the result
+    uint32_t packs[kMost];  // of a received one, before it is heard of: the rows that are expected
+    uint32_t end[kMost];    // the pack after its last one, in the stream between two ranks
   };
   Updates sent, received;
   bool covered[kMost];  // whether a later one overwrites a part of this received one
@@ -135,7 +92,11 @@ struct Ragged {
   template <class Thread, class G, class Table>
   JIN_FN static bool Run(Thread& t, const G& g, const RaggedCall& c, Table& table, uint32_t epoch,
                          uint32_t* step) {
-    const Body<Thread, G, Table> body{t, g, c, table, epoch};
+    const size_t stride = t.Stride();
+    // Each thread has the same places in all windows.
+    const size_t window = c.window > stride ? c.window - c.window % stride : c.window;
+    const size_t ahead = window < 2 * stride ? window : 2 * stride;
+    const Body<Thread, G, Table> body{t, g, c, table, epoch, window, ahead};
     for (;; ++*step) {
       bool done = true;
       switch (*step) {
@@ -143,19 +104,15 @@ struct Ragged {
           body.Announce();
           break;
         case 1:
-        case 2:
-          done = body.Send(*step - 1);
+          body.SendFirst();
           break;
-        case 3:
+        case 2:
           done = body.Hear();
           break;
-        case 4:
-          body.CopyOwn();
-          break;
         default: {
-          const uint32_t w = (*step - 5) / 2;
-          if (w >= body.Rounds()) return body.Finish();
-          done = (*step - 5) % 2 == 0 ? body.Take(w) : body.Send(w + 2);
+          const size_t w = *step - 3, places = body.Places();
+          if (w * window >= places) return body.Finish();
+          done = body.Exchange(w, places - w * window);
         }
       }
       if (!done) return false;
@@ -171,51 +128,32 @@ struct Ragged {
     const RaggedCall& c;
     Table& table;
     const uint32_t epoch;
+    const size_t window, ahead;  // packs
 
     JIN_FN int Count() const { return g.size * static_cast<int>(c.updates); }
-    // The packs of the stream to or from a rank, and its windows.
-    JIN_FN uint32_t PacksWith(const Updates& of, int peer) const {
+    // The packs of the stream to or from a rank.
+    JIN_FN size_t PacksWith(const Updates& of, int peer) const {
       return of.end[(peer + 1) * c.updates - 1];
-    }
-    JIN_FN uint32_t Windows(const Updates& of, int peer) const {
-      const uint32_t packs = PacksWith(of, peer);
-      return packs / c.window + (packs % c.window != 0);
-    }
-    JIN_FN uint32_t PacksInWindow(const Updates& of, int peer, uint32_t w) const {
-      const uint32_t packs = PacksWith(of, peer);
-      const size_t first = size_t{w} * c.window;
-      if (first >= packs) return 0;
-      return packs - first < c.window ? static_cast<uint32_t>(packs - first) : c.window;
     }
     JIN_FN char* Notices(int of_rank, int from) const {
       const size_t slot = SlotOf(from, of_rank) * t.Blocks() + t.Block();
       return g.EpochBuffer(of_rank, epoch) + slot * c.updates * FlaggedPackets::kBytes;
     }
-    JIN_FN char* Window(int of_rank, int from, uint32_t w) const {
+    JIN_FN char* Window(int of_rank, int from, size_t w) const {
       const size_t slot = (w % 2) * (g.size - 1) + SlotOf(from, of_rank);
       return g.EpochBuffer(of_rank, epoch) + NoticeBytes(g.size, t.Blocks(), c.updates) +
              slot * c.window * Packets::kBytes;
     }
 
-    // Calls `act(peer, j, unit)` for packs j < packs(peer) of this thread, of each other rank.
-    // False: `act` gave up at `unit`, where this is resumed.
-    template <class PacksOfPeer, class Act>
-    JIN_FN bool ForEachPack(const PacksOfPeer& packs, const Act& act) const {
-      const size_t first = t.First();
-      size_t j = first & 0xFFFFFFFFu;
-      for (int k = static_cast<int>(first >> 32); k < g.size - 1; ++k, j = t.First()) {
-        const int peer = (g.rank + 1 + k) % g.size;
-        const size_t count = packs(peer);
-        for (; j < count; j += t.Stride()) {
-          if (!act(peer, static_cast<uint32_t>(j), size_t(k) << 32 | j)) return false;
-        }
-      }
-      return true;
-    }
-
-    // The update of a rank that pack i of its stream belongs to.
-    JIN_FN int Find(const Updates& of, int peer, uint32_t i) const {
-      int low = peer * c.updates, high = low + static_cast<int>(c.updates) - 1;
+    // Where pack i of the stream to or from a rank begins: its update, and the bytes behind the
+    // update's first row; and its bytes.
+    struct Place {
+      int u;
+      size_t at, bytes;
+    };
+    JIN_FN Place PlaceOf(const Updates& of, int peer, size_t i) const {
+      const int first = peer * c.updates;
+      int low = first, high = first + static_cast<int>(c.updates) - 1;
       while (low < high) {
         const int middle = (low + high) / 2;
         if (i < of.end[middle]) {
@@ -224,31 +162,20 @@ struct Ragged {
           low = middle + 1;
         }
       }
-      return low;
-    }
-    // Where pack i of the stream begins: bytes after the first row of its update u, and its bytes.
-    struct Place {
-      int u;
-      size_t at, bytes;
-    };
-    JIN_FN Place PlaceOf(const Updates& of, int peer, uint32_t i) const {
-      const int u = Find(of, peer, i);
-      const uint32_t begin = u % c.updates == 0 ? 0 : of.end[u - 1];
-      const size_t at = size_t{i - begin} * sizeof(Pack), bytes = of.rows[u] * c.row_bytes;
-      return {u, at, bytes - at < sizeof(Pack) ? bytes - at : sizeof(Pack)};
+      const size_t at = (i - (low == first ? 0 : of.end[low - 1])) * sizeof(Pack);
+      const size_t bytes = (of.rows[low].end - of.rows[low].begin) * c.row_bytes - at;
+      return {low, at, bytes < sizeof(Pack) ? bytes : sizeof(Pack)};
     }
 
-    JIN_FN Pack LoadSent(int peer, uint32_t i) const {
+    JIN_FN Pack LoadSent(int peer, size_t i) const {
       const Place p = PlaceOf(table.sent, peer, i);
       const char* const from =
-          static_cast<const char*>(c.in) + table.sent.row[p.u] * c.row_bytes + p.at;
-      return SendableOf<Type>(
-          t, LoadInput(from, p.bytes, 0, (reinterpret_cast<uintptr_t>(from) & 15) == 0));
+          static_cast<const char*>(c.in) + table.sent.rows[p.u].begin * c.row_bytes + p.at;
+      return LoadInput(from, p.bytes, 0, (reinterpret_cast<uintptr_t>(from) & 15) == 0);
     }
-
-    JIN_FN void StoreReceived(int peer, uint32_t i, const Pack& pack) const {
+    JIN_FN void StoreReceived(int peer, size_t i, const Pack& pack) const {
       const Place p = PlaceOf(table.received, peer, i);
-      const size_t at = table.received.row[p.u] * c.row_bytes + p.at;
+      const size_t at = table.received.rows[p.u].begin * c.row_bytes + p.at;
       char* const to = static_cast<char*>(c.out) + at;
       if (!table.covered[p.u]) {
         StoreOutput(to, p.bytes, 0, (reinterpret_cast<uintptr_t>(to) & 15) == 0, pack);
@@ -262,10 +189,9 @@ struct Ragged {
     }
     // Whether no later update than u writes this byte of the result.
     JIN_FN bool IsLast(int u, size_t byte) const {
-      const Updates& all = table.received;
       for (int v = u + 1; v < Count(); ++v) {
-        const size_t begin = all.row[v] * c.row_bytes, end = begin + all.rows[v] * c.row_bytes;
-        if (byte >= begin && byte < end) return false;
+        const auto rows = table.received.rows[v];
+        if (byte >= rows.begin * c.row_bytes && byte < rows.end * c.row_bytes) return false;
       }
       return true;
     }
@@ -282,41 +208,51 @@ struct Ragged {
         t.Refuse(UpdateFault{source, destination, i % static_cast<int>(c.updates), rows, in_row,
                              out_row, received, c.in_rows, c.out_rows});
       }
-      to->rows[i] = bad ? 0 : rows;
-      to->row[i] = bad || rows == 0 ? 0 : (to == &table.sent ? in_row : out_row);
+      const uint32_t count = bad ? 0 : rows;
+      const uint32_t begin = count == 0 ? 0 : (to == &table.sent ? in_row : out_row);
+      to->rows[i] = {begin, begin + count};
+      to->packs[i] = static_cast<uint32_t>(PacksOf(count * c.row_bytes));
     }
-    JIN_FN void Sum(Updates* of) const {
-      t.Sync();
-      for (int i = t.Thread(); i < Count(); i += t.Threads()) {
-        uint32_t packs = 0;
-        for (int u = i - i % static_cast<int>(c.updates); u <= i; ++u) {
-          packs += static_cast<uint32_t>(PacksOf(of->rows[u] * c.row_bytes));
-        }
-        of->end[i] = packs;
-      }
-      t.Sync();
+    // The end of update i in its stream. All have been entered.
+    JIN_FN void Sum(Updates* of, int i) const {
+      uint32_t packs = 0;
+      for (int u = i - i % static_cast<int>(c.updates); u <= i; ++u) packs += of->packs[u];
+      of->end[i] = packs;
     }
 
     JIN_FN void Announce() const {
       for (int i = t.Thread(); i < Count(); i += t.Threads()) {
         const int32_t rows = c.send_sizes[i], in_row = c.input_offsets[i],
-                      out_row = c.output_offsets[i];
+                      out_row = c.output_offsets[i], expected = c.recv_sizes[i];
         const int to = i / c.updates;
         t.Admit();
         if (to != g.rank) {
           const Pack notice{{static_cast<uint32_t>(rows), static_cast<uint32_t>(in_row),
                              static_cast<uint32_t>(out_row), 0}};
           FlaggedPackets::Put(Notices(to, g.rank), i % c.updates, notice);
+          table.received.packs[i] = expected;
+        } else {
+          Enter(&table.received, i, to, to, rows, in_row, out_row, expected);
         }
         Enter(&table.sent, i, g.rank, to, rows, in_row, out_row, rows);
-        if (to == g.rank) {
-          Enter(&table.received, i, g.rank, to, rows, in_row, out_row, c.recv_sizes[i]);
+      }
+      t.Sync();
+      for (int i = t.Thread(); i < Count(); i += t.Threads()) Sum(&table.sent, i);
+      t.Sync();
+    }
+
+    JIN_FN void SendFirst() const {
+      for (size_t i = t.First(); i < ahead; i += t.Stride()) {
+        for (int k = 1; k < g.size; ++k) {
+          const int to = (g.rank + k) % g.size;
+          if (i >= PacksWith(table.sent, to)) continue;
+          Packets::Put(Window(to, g.rank, 0), i, SendableOf<Type>(t, LoadSent(to, i)));
         }
       }
-      Sum(&table.sent);
     }
 
     JIN_FN bool Hear() const {
+      Updates& all = table.received;
       for (int i = t.FirstUpdate(); i < Count(); i += t.Threads()) {
         const int from = i / c.updates;
         if (from == g.rank) continue;
@@ -326,86 +262,98 @@ struct Ragged {
           if (!t.Wait(i, from)) return false;
         }
         FlaggedPackets::Arm(notices, i % c.updates);
-        Enter(&table.received, i, from, g.rank, static_cast<int32_t>(p.word[0]),
-              static_cast<int32_t>(p.word[1]), static_cast<int32_t>(p.word[2]), c.recv_sizes[i]);
+        Enter(&all, i, from, g.rank, static_cast<int32_t>(p.word[0]),
+              static_cast<int32_t>(p.word[1]), static_cast<int32_t>(p.word[2]),
+              static_cast<int32_t>(all.packs[i]));
       }
-      Sum(&table.received);
-      const Updates& all = table.received;
+      t.Sync();
       for (int i = t.Thread(); i < Count(); i += t.Threads()) {
-        table.covered[i] = false;
+        Sum(&all, i);
+        const auto own = all.rows[i];
+        bool covered = false;
         for (int v = i + 1; v < Count(); ++v) {
-          if (all.row[v] < all.row[i] + all.rows[i] && all.row[i] < all.row[v] + all.rows[v]) {
-            table.covered[i] = true;
-          }
+          const auto other = all.rows[v];
+          covered |= other.begin < own.end && own.begin < other.end;
         }
+        table.covered[i] = covered;
       }
       t.Sync();
       return true;
     }
 
-    JIN_FN void CopyOwn() const {
-      const uint32_t packs = PacksWith(table.sent, g.rank);
-      for (size_t i = t.First(); i < packs; i += t.Stride()) {
-        StoreReceived(g.rank, static_cast<uint32_t>(i), LoadSent(g.rank, static_cast<uint32_t>(i)));
+    // The places of all streams, that of the rank to itself included.
+    JIN_FN size_t Places() const {
+      size_t places = 0;
+      for (int r = 0; r < g.size; ++r) {
+        const size_t taken = PacksWith(table.received, r), sent = PacksWith(table.sent, r);
+        if (taken > places) places = taken;
+        if (sent > places + ahead) places = sent - ahead;
       }
+      return places;
     }
 
-    JIN_FN bool Send(uint32_t w) const {
+    // Goes through the places of window w, of which so many are left: sends what is `ahead` of
+    // them, takes what has come, and copies what the rank sends to itself. All is loaded before the
+    // first store.
+    JIN_FN bool Exchange(size_t w, size_t left) const {
+      const size_t first = t.First();  // where it is resumed: what to do of which peer, and where
+      size_t j = first & 0xFFFFFFFFu;
+      int k = static_cast<int>(first >> 32 & 0xFF) + 1;
+      bool only_take = first >> 40 != 0;
       uint32_t has_room = 0;  // by rank
-      return ForEachPack([&](int to) { return PacksInWindow(table.sent, to, w); },
-                         [&](int to, uint32_t j, size_t unit) {
-                           const Pack p = LoadSent(to, w * c.window + j);
-                           while (w >= 2 && (has_room >> to & 1) == 0) {
-                             if (HasTaken(g, to, t.Block(), w - 1)) {
-                               has_room |= 1u << to;
-                             } else if (!t.Wait(unit, to)) {
-                               return false;
-                             }
-                           }
-                           Packets::Put(Window(to, g.rank, w), j, p);
-                           return true;
-                         });
-    }
-
-    JIN_FN bool Take(uint32_t w) const {
-      const bool done =
-          ForEachPack([&](int from) { return PacksInWindow(table.received, from, w); },
-                      [&](int from, uint32_t j, size_t unit) {
-                        char* const window = Window(g.rank, from, w);
-                        Pack p;
-                        while (!Packets::TryGet(window, j, &p)) {
-                          if (!t.Wait(unit, from)) return false;
-                        }
-                        Packets::Arm(window, j);
-                        StoreReceived(from, w * c.window + j, p);
-                        return true;
-                      });
-      if (!done) return false;
+      size_t room_of = w;     // a window
+      for (; j < window && j < left; j += t.Stride(), k = 1) {
+        const size_t i = w * window + j;
+        const bool next = j + ahead >= window;
+        const size_t to_window = w + next, at = j + ahead - (next ? window : 0);
+        if (room_of != to_window) has_room = 0;
+        room_of = to_window;
+        for (; k < g.size; ++k, only_take = false) {
+          const size_t unit = size_t(k - 1) << 32 | j;
+          const int to = (g.rank + k) % g.size, from = (g.rank + g.size - k) % g.size;
+          const bool sends = !only_take && i + ahead < PacksWith(table.sent, to);
+          const bool copies = k == 1 && i < PacksWith(table.sent, g.rank);
+          const bool takes = i < PacksWith(table.received, from);
+          char* const slot = Window(g.rank, from, w);
+          Pack sent = {}, own = {}, taken;
+          if (sends) sent = LoadSent(to, i + ahead);
+          if (copies) own = LoadSent(g.rank, i);
+          bool arrived = takes && Packets::TryGet(slot, j, &taken);
+          while (sends && to_window >= 2 && (has_room >> to & 1) == 0) {
+            if (HasTaken(g, to, t.Block(), static_cast<uint32_t>(to_window - 1))) {
+              has_room |= 1u << to;
+            } else if (!t.Wait(unit, to)) {
+              return false;
+            }
+          }
+          if (sends) Packets::Put(Window(to, g.rank, to_window), at, SendableOf<Type>(t, sent));
+          if (copies) StoreReceived(g.rank, i, SendableOf<Type>(t, own));
+          if (!takes) continue;
+          while (!arrived) {
+            if (!t.Wait(unit | size_t{1} << 40, from)) return false;
+            arrived = Packets::TryGet(slot, j, &taken);
+          }
+          Packets::Arm(slot, j);
+          StoreReceived(from, i, taken);
+        }
+      }
       t.Arrived();  // each window is waited for by itself
-      t.Sync();     // every thread of the block has armed what it received
+      if (left <= 2 * window) return true;
+      t.Sync();  // every thread of the block has armed what it received
       for (int r = t.Thread(); r < g.size; r += t.Threads()) {
-        if (r != g.rank && Windows(table.received, r) > w + 2) TellTaken(g, r, t.Block(), w + 1);
+        if (r != g.rank && PacksWith(table.received, r) > (w + 2) * window) {
+          TellTaken(g, r, t.Block(), static_cast<uint32_t>(w + 1));
+        }
       }
       return true;
     }
 
-    // The windows that this rank takes, and those that it sends after the first two.
-    JIN_FN uint32_t Rounds() const {
-      uint32_t rounds = 0;
-      for (int r = 0; r < g.size; ++r) {
-        if (r == g.rank) continue;
-        const uint32_t taken = Windows(table.received, r), sent = Windows(table.sent, r);
-        if (taken > rounds) rounds = taken;
-        if (sent > rounds + 2) rounds = sent - 2;
-      }
-      return rounds;
-    }
-
     JIN_FN bool Finish() const {
+      t.Sync();  // no thread of the block looks for room any more
       for (int r = t.FirstUpdate(); r < g.size; r += t.Threads()) {
-        const uint32_t windows = r == g.rank ? 0 : Windows(table.sent, r);
-        if (windows <= 2) continue;
-        while (!HasTaken(g, r, t.Block(), windows - 2)) {
+        const size_t packs = PacksWith(table.sent, r);
+        if (r == g.rank || packs <= 2 * window) continue;
+        while (!HasTaken(g, r, t.Block(), static_cast<uint32_t>((packs - 1) / window - 1))) {
           if (!t.Wait(r, r)) return false;
         }
         ClearTaken(g, r, t.Block());

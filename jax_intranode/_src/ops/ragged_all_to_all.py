@@ -47,12 +47,9 @@ class RaggedParams(Params):
         return [lax.ragged_all_to_all(*xs, axis_name=self.axes, axis_index_groups=self.groups)]
 
     def lax_runs_it(self, site: LoweringSite) -> bool:
-        if "cpu" in site.platforms:
-            return False
         devices = () if site.mesh is None else site.mesh.devices.flat
-        processes = {d.process_index for d in devices} or range(jax.process_count())
-        # Until 0.11 XLA needs all devices in one process.
-        return len(processes) == 1 or jax.__version_info__ >= (0, 12)
+        processes = len({d.process_index for d in devices}) or jax.process_count()
+        return _lax_runs_it(site.platforms, processes)
 
     @classmethod
     def of_lax(cls, of: LaxCollective, world_size: int) -> Params:
@@ -143,6 +140,17 @@ def ragged_all_to_all(
     with jax.named_scope(ragged_all_to_all_p.scope):
         (result,) = ragged_all_to_all_p.bind(*xs, params=params)
     return result
+
+
+def by_lax_or_gathers(*xs: Any, axis_name: Hashable) -> Any:
+    """What runs it where this package has no kernel. Inside shard_map over all devices."""
+    by_gather = not _lax_runs_it((jax.default_backend(),), jax.process_count())
+    return replace(_checked(xs, (axis_name,), None), by_gather=by_gather).by_lax(xs)[0]
+
+
+def _lax_runs_it(platforms: Sequence[str], processes: int) -> bool:
+    # Until 0.11 XLA needs all devices in one process.
+    return "cpu" not in platforms and (processes == 1 or jax.__version_info__ >= (0, 12))
 
 
 def _checked(xs: Sequence[Any], axes: Any, groups: Any) -> RaggedParams:
@@ -279,7 +287,8 @@ def _decide(site: LoweringSite, avals: Sequence[Any], params: RaggedParams) -> D
 
     def lower(ctx: Any, *xs: Any) -> list[Any]:
         if selected.algorithm == "lax":
-            by_lax = replace(params, by_gather=not params.lax_runs_it(site))
+            is_empty = any(aval.size == 0 for aval in avals)  # XLA of jax 0.11 crashes on GPUs
+            by_lax = replace(params, by_gather=is_empty or not params.lax_runs_it(site))
             return collective.lower_to_lax(ctx, ragged_all_to_all_p, xs, by_lax, selected)
         types, operands = list(avals), list(xs)
         for i, aval in enumerate(avals[2:], 2):

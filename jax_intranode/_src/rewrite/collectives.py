@@ -17,7 +17,7 @@ from jax_intranode._src.jax_private import (
     jaxpr_walk,
     lax_collectives,
 )
-from jax_intranode._src.operations import RAGGED, RECORDS
+from jax_intranode._src.operations import RECORDS
 from jax_intranode._src.ops import fallback, ppermute
 from jax_intranode._src.ops.collective import Params
 from jax_intranode._src.ops.lowering_site import LoweringSite
@@ -163,7 +163,7 @@ def _reason_to_leave(
 ) -> str | None:
     """Why no operation can take the place of a collective; None if one may."""
     axes = collective.axes
-    is_ragged = RECORDS[collective.operation].kind == RAGGED  # it takes what lax might not run
+    is_ragged = RECORDS[collective.operation].ragged  # it takes what lax might not run
     if collective.index_groups is not None and not is_ragged:
         return reasons.INDEX_GROUPS
     if collective.over_vmap:

@@ -148,17 +148,20 @@ def _algorithm(selected: list[select.Selection]) -> str:
 # Times from JAX.
 
 
-def link(call: Callable[[Any], Any]) -> Callable[[Any, Any], Any]:
+def link(call: Callable[[Any], Any], ragged: bool = False) -> Callable[[Any, Any], Any]:
     """Returns a link of a chain, a function of the operands and a factor.
 
     The result is brought to the operand's size and multiplied, so that sums don't grow. A barrier
-    keeps XLA from merging the calls. An empty chain measures this overhead.
+    keeps XLA from merging the calls. An empty chain measures this overhead. A ragged operation gets
+    the product, and writes its result into the operand.
     """
 
     def fit(x: jax.Array, count: int) -> jax.Array:
         return x[:count] if len(x) >= count else jnp.tile(x, count // len(x))
 
     def linked(xs: list[jax.Array], scale: jax.Array) -> list[jax.Array]:
+        if ragged:
+            return call([*jax.lax.optimization_barrier([x * scale for x in xs]), *xs])
         ys = zip(call(xs), xs, strict=True)
         return jax.lax.optimization_barrier([fit(y, len(x)) * scale for y, x in ys])
 
@@ -204,7 +207,8 @@ def times_from_jax(
         return timing.array(mesh, 1, lambda rank: np.full(1, value, dtype))
 
     def chain(call: Callable[[Any], Any], factor: jax.Array) -> Callable[[], Any]:
-        return timing.Chain(mesh, link(call), data, (factor,), length, executions).run
+        of_chain = link(call, ragged=operation.steps[0].ragged and call is not nothing)
+        return timing.Chain(mesh, of_chain, data, (factor,), length, executions).run
 
     def nothing(xs: list[jax.Array]) -> list[jax.Array]:
         # An array of the size of the operation's result.

@@ -8,7 +8,7 @@ import jax
 import numpy as np
 import pytest
 import ragged_tables
-from cases import case, check, compiled_of_ours, line, put
+from cases import case, check, compiled_of_ours, line, put, sharded
 from jax.sharding import PartitionSpec as P
 
 import jax_intranode
@@ -39,6 +39,32 @@ def ragged_of_random_tables(world: int, shape: int) -> None:
         args = [put(mesh, P("x"), x) for x in (operand, output, *tables)]
         run = run or compiled_of_ours(ragged_tables.program(world, mesh=mesh), *args)
         check(run(*args), ragged_tables.expected(operand, output, tables))
+
+
+@case(world=(2, 3, 4, 5, 6, 7, 8))
+def ragged_of_tables_in_a_loop(world: int) -> None:
+    """One program, replayed, whose tables are data of each step."""
+    mesh = line(world)
+    if 1 < jax.process_count() != world:
+        pytest.skip("each number of processes runs the groups of its size")
+    rng = np.random.default_rng(world)
+    rows = (60, 90)
+    operand, output = ragged_tables.operands(rng, world, rows, (33,), "bfloat16")
+    kinds = ragged_tables.KINDS * 8
+    of_steps = [ragged_tables.tables(rng, world, 3, *rows, kind) for kind in kinds]
+
+    def body(x: Any, y: Any, *tables: Any) -> Any:
+        def step(_: Any, of_step: Any) -> Any:
+            return None, jax_intranode.ragged_all_to_all(x[0], y[0], *of_step, axis_name="x")
+
+        return jax.lax.scan(step, None, tuple(table[0] for table in tables))[1][None]
+
+    stacked = [np.stack(of_all, 1) for of_all in zip(*of_steps, strict=True)]
+    args = [put(mesh, P("x"), x) for x in (operand, output, *stacked)]
+    f = compiled_of_ours(sharded(body, mesh, P("x"), P("x")), *args)
+    wanted = np.stack([ragged_tables.expected(operand, output, t) for t in of_steps], 1)
+    for _ in range(2):
+        check(f(*args), wanted)
 
 
 @case()

@@ -41,6 +41,8 @@ def is_quick(name: str) -> bool:
         return name.endswith(QUICK_IN_SEGMENTS)
     if name.startswith("ragged_of_random_tables-"):
         return name.endswith(("2-1", "2-3", "8-0", "8-2", "8-3"))
+    if name.startswith("ragged_of_tables_in_a_loop-"):
+        return name.endswith("-3")
     if name.startswith("random_permutes-"):
         return name.endswith(("s-0", "s-10"))
     return True

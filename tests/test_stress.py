@@ -40,6 +40,7 @@ OPERATIONS = {
     "pmax": Call("pmax", ("y", "x"), "bfloat16", (9, 3), leaves=2),
     "pmin": Call("pmin", ("x",), "int32", (9, 3)),
     "ppermute": Call("ppermute", ("x", "y"), "float16", (9, 3), perm=((0, 3), (3, 1)), leaves=2),
+    "ragged_all_to_all": Call("ragged_all_to_all", ("x", "y"), "uint8", (9, 3), 2, 6),
     "all_gather_matmul": Call("all_gather_matmul", ("x",), "float32", (8, 16), 0, 8, leaves=2),
     "matmul_reduce_scatter": Call("matmul_reduce_scatter", ("x", "y"), "bfloat16", (8, 8), 0, 16),
     "matmul_all_reduce": Call("matmul_all_reduce", ("y",), "float16", (8, 8), 0, 24),
@@ -51,7 +52,7 @@ def wrong_in_one_element(f: Any) -> Any:
 
     def wrong(x: Any, *arguments: Any, **options: Any) -> Any:
         ys, tree = jax.tree.flatten(f(x, *arguments, **options))
-        (axes,) = (a for a in arguments if isinstance(a, tuple))
+        (axes,) = (a for a in (*arguments, *options.values()) if isinstance(a, tuple))
         last = jax.lax.axis_index(axes) == jax.lax.axis_size(axes) - 1
         y = ys[0].reshape(-1)
         off = ~y[1] if y.dtype == bool else y[1] + jnp.ones((), y.dtype)

@@ -22,6 +22,7 @@ QUICK = {
     "random_program": ("4",),
     "random_permutes": ("0",),
     "ragged_of_random_tables": ("2-0", "2-1", "2-3"),
+    "ragged_of_tables_in_a_loop": ("2",),
     "random_programs_in_turn": (),
     "graphs_of_segments_in_turn": (),
     "independent_calls_of_unequal_cost": (),
@@ -42,6 +43,7 @@ QUICK_OF_FOUR = QUICK | {
     "permuted_devices": ("0",),
     "random_permutes": ("10",),
     "ragged_of_random_tables": ("4-3",),
+    "ragged_of_tables_in_a_loop": (),
     "sums_on_two_nodes": ("shared_memory",),
 }
 

@@ -110,7 +110,9 @@ class Call:
             return jnp.concatenate(parts).reshape(x.shape)
         if operations.RECORDS[self.operation].ragged:
             of_ranks = self._tables(lax.axis_size(self.axes))
-            mine = [jnp.asarray(table)[lax.axis_index(self.axes)] for table in of_ranks]
+            nothing = (x.reshape(-1)[0] != x.reshape(-1)[0]).astype(np.int32)  # lax maps all or none
+            rank = lax.axis_index(self.axes)
+            mine = [jnp.asarray(table)[rank] + nothing for table in of_ranks]
             return f(x, x[::-1], *mine, axis_name=self.axes)
         if self.operation == "psum_scatter":
             return f(x, self.axes, scatter_dimension=self.dimension, tiled=tiled)

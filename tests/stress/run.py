@@ -125,7 +125,7 @@ class _Run(runs.ProgressLine):
     def __init__(self, job: runs.Devices, what: dict[str, Any]) -> None:
         """Takes the arguments of chains.run."""
         super().__init__(sys.stderr, 0)
-        self._job, self._what, self._seconds = job, what, what["seconds"]
+        self._job, self._arguments, self._seconds = job, what, what["seconds"]
         self._heard: dict[str, Any] = {"begun": "no program yet", "counts": chains.no_counts()}
         self._shown = self.started
 
@@ -142,7 +142,7 @@ class _Run(runs.ProgressLine):
         try:
             runs.run_function(
                 "stress.chains:run",
-                self._what,
+                self._arguments,
                 self._job,
                 timeout_s=self._seconds + _SLACK_S,
                 variables=variables,
@@ -164,10 +164,10 @@ class _Run(runs.ProgressLine):
     def _again(self, program: int) -> str:
         """The command that runs a program again."""
         platform, devices, mode = self._job
-        only, operations = self._what["program"], ",".join(self._what["operations"])
+        only, operations = self._arguments["program"], ",".join(self._arguments["operations"])
         return (
             f"  again: python tests/stress/run.py --platform {platform} --devices {devices} "
-            f"--mode {mode} --seed {self._what['seed']} "
+            f"--mode {mode} --seed {self._arguments['seed']} "
             f"--program {program if only is None else only}"
             + (f" --operations {operations}" if operations else "")
         )

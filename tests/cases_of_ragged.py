@@ -98,7 +98,12 @@ def ragged_beside_others() -> None:
 
 @case()
 def ragged_of_a_bad_table() -> None:
-    """The two ranks of the update fail, and say why; the others don't, and the group goes on."""
+    """The two ranks of the update fail, and say why; the others don't, and the group goes on.
+
+    test_failures.py has what GPUs do.
+    """
+    if jax.devices()[0].platform == "gpu":
+        pytest.skip("the failure of a kernel ends the process's CUDA context")
     mesh = line()
     n = len(jax.devices())
     rng = np.random.default_rng(0)

@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import ragged_tables
 from devices import need_overlap, need_ranks
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
@@ -259,6 +260,30 @@ def permutes_otherwise(perms: list[list[list[int]]]) -> None:
     os._exit(0)
 
 
+def sends_a_bad_table(table: int, value: int) -> None:
+    """Rank 1 has this value in this table, for its update for rank 0."""
+    logging.basicConfig()
+    mesh, rng = cases.line(), np.random.default_rng(0)
+    sizes = np.full((2, 2), 2, np.int32)
+    places = np.array([[0, 0], [8, 8]], np.int32)
+    arrays = [*ragged_tables.operands(rng, 2, (8, 16), (4,), "float32")]
+    tables = [2 * sizes, sizes, places, sizes]
+    f = jax.jit(ragged_tables.program(2, mesh=mesh))
+    for bad in (False, True):
+        tables[table] = tables[table].copy()
+        tables[table][1, 0] = value if bad else tables[table][1, 0]
+        args = [cases.put(mesh, P("x"), x) for x in (*arrays, *tables)]
+        try:
+            jax.block_until_ready(f(*args))
+            say("RAN", bad)
+        except Exception as error:
+            say("ERROR", error)
+    come("over", [0, 1])
+    sys.stdout.flush()
+    time.sleep(0 if jax.process_index() else 2)  # JAX's coordination service ends last
+    os._exit(0)
+
+
 def misses_a_rank(missing: int) -> None:
     """One process comes after the others have given up on it."""
     mesh = cases.line()
@@ -446,6 +471,25 @@ def test_ranks_with_other_permutations(ranks: Any, perms: list[Any]) -> None:
     # On GPUs one kernel finds it. The other one may end by its own time limit.
     enough = any if jax.devices()[0].platform == "gpu" else all
     assert enough("same operations" in error for error in errors), errors
+
+
+@pytest.mark.parametrize(
+    ("table", "value", "text"),
+    [
+        (2, 15, "2 rows from row 4 of an operand with 8 rows to row 15 of an output with 16 rows"),
+        full(1, -1, "-1 rows from row 4 of an operand with 8 rows"),
+    ],
+    ids=["place", "size"],
+)
+def test_bad_table_of_a_ragged_all_to_all(ranks: Any, table: int, value: int, text: str) -> None:
+    """Both ranks of the update say the same."""
+    need_ranks(2)
+    for log in ranks(sends_a_bad_table, 2, env=ENV, arguments=[table, value]):
+        assert lines(log, "RAN") == ["False"], log
+        (error,) = lines(log, "ERROR")
+        assert re.search(
+            f"ragged_all_to_all .*failed: update 0 from rank 1 to rank 0 has {text}", error
+        )
 
 
 @pytest.mark.parametrize("missing", [full(0), 1])

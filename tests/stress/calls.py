@@ -17,12 +17,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import ragged_tables
 from jax import lax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jax_intranode
-import ragged_tables
 from jax_intranode._src import operations
 from jax_intranode._src.native import definitions
 
@@ -110,7 +110,9 @@ class Call:
             return jnp.concatenate(parts).reshape(x.shape)
         if operations.RECORDS[self.operation].ragged:
             of_ranks = self._tables(lax.axis_size(self.axes))
-            nothing = (x.reshape(-1)[0] != x.reshape(-1)[0]).astype(np.int32)  # lax maps all or none
+            nothing = (x.reshape(-1)[0] != x.reshape(-1)[0]).astype(
+                np.int32
+            )  # lax maps all or none
             rank = lax.axis_index(self.axes)
             mine = [jnp.asarray(table)[rank] + nothing for table in of_ranks]
             return f(x, x[::-1], *mine, axis_name=self.axes)
@@ -246,7 +248,9 @@ def random_call(
     divided, ragged = operation in DIVIDED, operations.RECORDS[operation].ragged
     tiled = choose.one_of((True, False))
     shape = [choose.integer(1, 9) for _ in range(choose.integer(0, 2))]
-    if divided or ragged or choose.one_of((True, False)):  # more than a pack, or than a thread handles
+    if (
+        divided or ragged or choose.one_of((True, False))
+    ):  # more than a pack, or than a thread handles
         largest = most[operation] // math.prod(shape)
         shape.insert(choose.integer(0, len(shape)), choose.integer(1, max(1, largest)))
     while math.prod(shape) > most[operation]:

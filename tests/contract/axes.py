@@ -204,6 +204,41 @@ def exchange_of_wrong_shapes(lib: Any) -> Any:
     ]
 
 
+# Ragged all-to-alls. lax has no values of them on CPU devices: tests/test_ragged.py has ours.
+
+
+def ragged(lib: Any, v: Any, *tables: Any, **options: Any) -> Any:
+    """The type of the result, or the error."""
+    of = tables or (jnp.zeros(2, jnp.int32),) * 4
+
+    def body(v: Any) -> Any:
+        return lib.ragged_all_to_all(v, v[:3], *of, **{"axis_name": "x", **options})
+
+    return raised(lambda: str(jax.eval_shape(shmap(body, out_specs=P("x")), v)))
+
+
+@row("types of `ragged_all_to_all`: shapes and dtypes, axis names as a string and as a tuple", TYPES)
+def ragged_types(lib: Any) -> Any:
+    values = small(8, 3), small(8), small(8, 2, 3).astype(np.float16), small(8).astype(np.int8)
+    of_tables = [(jnp.zeros(4, dtype),) * 4 for dtype in (np.int8, np.uint32)]
+    return [
+        *(ragged(lib, v) for v in values),
+        *(ragged(lib, values[0], *tables) for tables in of_tables),
+        ragged(lib, values[0], axis_name=("x",)),
+    ]
+
+
+@row("`ragged_all_to_all` with tables that are not integers, not vectors, or empty", ERROR)
+def ragged_with_wrong_tables(lib: Any) -> Any:
+    right = jnp.zeros(2, jnp.int32)
+    wrong = jnp.zeros(2), jnp.zeros((1, 2), jnp.int32), jnp.zeros(0, jnp.int32)
+    return [
+        ragged(lib, small(8, 3), *[right] * k, table, *[right] * (3 - k))
+        for k in range(4)
+        for table in wrong
+    ]
+
+
 # Permutations.
 
 

@@ -57,6 +57,19 @@ struct AlignedBuffer {
   }
 };
 
+// The part, from `low` to `high`, that pack i lies in. Part k ends before pack end[k].
+JIN_FN int PartOf(size_t i, const uint32_t* end, int low, int high) {
+  while (low < high) {
+    const int middle = (low + high) / 2;
+    if (i < end[middle]) {
+      high = middle;
+    } else {
+      low = middle + 1;
+    }
+  }
+  return low;
+}
+
 // The most buffers that fit into a kernel's parameters together with its group: every driver
 // accepts 4 KB. More buffers take more than one operation.
 constexpr int kMaxBuffers = 128;
@@ -88,18 +101,7 @@ struct Buffers {
  private:
   JIN_FN size_t Begin(int b) const { return b == 0 ? 0 : end[b - 1]; }
   // The buffer that pack i lies in; the last one for packs past the end.
-  JIN_FN int Find(size_t i) const {
-    int low = 0, high = count - 1;
-    while (low < high) {
-      const int middle = (low + high) / 2;
-      if (i < end[middle]) {
-        high = middle;
-      } else {
-        low = middle + 1;
-      }
-    }
-    return low;
-  }
+  JIN_FN int Find(size_t i) const { return PartOf(i, end, 0, count - 1); }
 };
 
 }  // namespace jax_intranode

@@ -38,6 +38,7 @@
 // Model: tests/native/model/ragged_model.cc.
 #pragma once
 
+#include "buffers.h"
 #include "ragged_call.h"
 #include "same_operation.h"
 
@@ -153,18 +154,10 @@ struct Ragged {
     };
     JIN_FN Place PlaceOf(const Updates& of, int peer, size_t i) const {
       const int first = peer * c.updates;
-      int low = first, high = first + static_cast<int>(c.updates) - 1;
-      while (low < high) {
-        const int middle = (low + high) / 2;
-        if (i < of.end[middle]) {
-          high = middle;
-        } else {
-          low = middle + 1;
-        }
-      }
-      const size_t at = (i - (low == first ? 0 : of.end[low - 1])) * sizeof(Pack);
-      const size_t bytes = (of.rows[low].end - of.rows[low].begin) * c.row_bytes - at;
-      return {low, at, bytes < sizeof(Pack) ? bytes : sizeof(Pack)};
+      const int u = PartOf(i, of.end, first, first + static_cast<int>(c.updates) - 1);
+      const size_t at = (i - (u == first ? 0 : of.end[u - 1])) * sizeof(Pack);
+      const size_t bytes = (of.rows[u].end - of.rows[u].begin) * c.row_bytes - at;
+      return {u, at, bytes < sizeof(Pack) ? bytes : sizeof(Pack)};
     }
 
     JIN_FN Pack LoadSent(int peer, size_t i) const {
@@ -244,7 +237,7 @@ struct Ragged {
     JIN_FN void SendFirst() const {
       for (size_t i = t.First(); i < ahead; i += t.Stride()) {
         for (int k = 1; k < g.size; ++k) {
-          const int to = (g.rank + k) % g.size;
+          const int to = Ranks<0>::After(g.rank, k, g.size);
           if (i >= PacksWith(table.sent, to)) continue;
           Packets::Put(Window(to, g.rank, 0), i, SendableOf<Type>(t, LoadSent(to, i)));
         }
@@ -310,7 +303,8 @@ struct Ragged {
         room_of = to_window;
         for (; k < g.size; ++k, only_take = false) {
           const size_t unit = size_t(k - 1) << 32 | j;
-          const int to = (g.rank + k) % g.size, from = (g.rank + g.size - k) % g.size;
+          const int to = Ranks<0>::After(g.rank, k, g.size);
+          const int from = Ranks<0>::After(g.rank, g.size - k, g.size);
           const bool sends = !only_take && i + ahead < PacksWith(table.sent, to);
           const bool copies = k == 1 && i < PacksWith(table.sent, g.rank);
           const bool takes = i < PacksWith(table.received, from);

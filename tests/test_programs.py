@@ -206,6 +206,18 @@ def test_collectives_become_local_operations(name: str, check_vma: bool) -> None
     assert np.array_equal(result, np.concatenate(parts) if differs else parts[0])
 
 
+def test_a_ragged_all_to_all_becomes_its_output() -> None:
+    need_devices(2)
+    zeros = jnp.zeros(2, jnp.int32)
+
+    def body(x: Any) -> Any:
+        return lax.ragged_all_to_all(x, 2 * x, *[zeros] * 4, axis_name="x")
+
+    mapped = jax.shard_map(body, mesh=line(2), in_specs=P("x"), out_specs=P("x"), check_vma=False)
+    x = np.arange(4.0, dtype=np.float32)
+    assert np.array_equal(without.without_communication(jax.jit(mapped), (x,))(x), 2 * x)
+
+
 def test_sums_that_jax_inserts_are_removed() -> None:
     need_devices(2)
     specs = {"in_specs": (P(), P("x")), "out_specs": P()}

@@ -217,7 +217,9 @@ def ragged(lib: Any, v: Any, *tables: Any, **options: Any) -> Any:
     return raised(lambda: str(jax.eval_shape(shmap(body, out_specs=P("x")), v)))
 
 
-@row("types of `ragged_all_to_all`: shapes and dtypes, axis names as a string and as a tuple", TYPES)
+@row(
+    "types of `ragged_all_to_all`: shapes and dtypes, axis names as a string and as a tuple", TYPES
+)
 def ragged_types(lib: Any) -> Any:
     values = small(8, 3), small(8), small(8, 2, 3).astype(np.float16), small(8).astype(np.int8)
     of_tables = [(jnp.zeros(4, dtype),) * 4 for dtype in (np.int8, np.uint32)]

@@ -248,7 +248,7 @@ bool RunPermute(HostThread& t, const TestGroup& g, const Call& call, const Plan&
 
 template <class Body>
 bool RunRagged(HostThread& t, const TestGroup& g, const jin::Buffer& whole, const Plan& plan) {
-  const size_t row_bytes = plan.bytes / plan.tables.rows;
+  const auto row_bytes = static_cast<uint32_t>(plan.bytes / plan.tables.rows);
   const jin::RaggedCall call = plan.tables.CallOf(g.rank, whole.in, whole.out, row_bytes);
   const uint32_t epoch = jin::Begin(t, g);
   uint32_t step = 0;

@@ -33,7 +33,7 @@ struct RaggedTables {
     return t;
   }
 
-  RaggedCall CallOf(int rank, const void* in, void* out, size_t row_bytes) const {
+  RaggedCall CallOf(int rank, const void* in, void* out, uint32_t row_bytes) const {
     return {in,
             out,
             starts[rank].data(),

@@ -46,7 +46,7 @@ class _Remover(jaxpr_edit.JaxprRewriter):
         other = lax_collectives.other_collective(equation)
         if collective is not None or other is not None:
             operands = equation.invars
-            if other is not None and other[0] == "ragged_all_to_all":
+            if collective is not None and collective.operation == "ragged_all_to_all":
                 operands = operands[1:2]  # the array that it writes to
             params = {"collective": collective, "avals": tuple(v.aval for v in equation.outvars)}
             return jaxpr_edit.new_equation(
@@ -68,7 +68,7 @@ def _local(
     """
     operands = lax.optimization_barrier(operands)
     operation = "" if collective is None else collective.operation
-    if collective is None or operation == "psum":
+    if collective is None or operation in ("psum", "ragged_all_to_all"):
         return operands
     (x,), axis = operands, collective.dimension
     if operation == "psum_scatter":

@@ -29,7 +29,7 @@ cudaError_t LaunchTimed(const DeviceOperation& operation, const DeviceGroup& gro
     const int32_t *const sizes = tables + n, *const places = sizes + n;
     const uint32_t window = RaggedWindow(group.epoch_buffer_bytes, group.size,
                                          operation.shape.blocks, 1, PacketBytes(operation.type));
-    const size_t row_bytes = buffer.bytes / n;
+    const auto row_bytes = static_cast<uint32_t>(buffer.bytes / n);
     const RaggedCall call{buffer.in, buffer.out, tables, sizes, places, sizes,
                           row_bytes, n,          n,      1,     window};
     return Launch(operation, group, call, stream);

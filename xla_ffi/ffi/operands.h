@@ -268,7 +268,7 @@ inline ffi::Error CollectRagged(int size, int blocks, size_t epoch_buffer_bytes,
   const size_t row_bytes = bytes / in_rows;
   const auto updates = static_cast<uint32_t>(count / size);
   const size_t most = std::min(in_rows, out_rows) * row_bytes;
-  if (PacksOf(most) > kMaxPacks / updates) {
+  if (PacksOf(most) > INT32_MAX / updates || row_bytes > UINT32_MAX) {
     return refused("updates of up to ", most, " bytes, ", updates,
                    " for each rank, which are too many packs");
   }
@@ -279,7 +279,7 @@ inline ffi::Error CollectRagged(int size, int blocks, size_t epoch_buffer_bytes,
            .send_sizes = table(3),
            .output_offsets = table(4),
            .recv_sizes = table(5),
-           .row_bytes = row_bytes,
+           .row_bytes = static_cast<uint32_t>(row_bytes),
            .in_rows = static_cast<uint32_t>(in_rows),
            .out_rows = static_cast<uint32_t>(out_rows),
            .updates = updates,

@@ -93,11 +93,13 @@ struct Ragged {
   template <class Thread, class G, class Table>
   JIN_FN static bool Run(Thread& t, const G& g, const RaggedCall& c, Table& table, uint32_t epoch,
                          uint32_t* step) {
-    const size_t stride = t.Stride();
+    const auto stride = static_cast<uint32_t>(t.Stride());
     // Each thread has the same places in all windows.
-    const size_t window = c.window > stride ? c.window - c.window % stride : c.window;
-    const size_t ahead = window < 2 * stride ? window : 2 * stride;
-    const Body<Thread, G, Table> body{t, g, c, table, epoch, window, ahead};
+    const uint32_t window = c.window > stride ? c.window - c.window % stride : c.window;
+    const uint32_t ahead = window < stride ? window : stride;
+    const Body<Thread, G, Table> body{
+        t, g, c, table, epoch, window, ahead, NoticeBytes(g.size, t.Blocks(), c.updates)};
+    uint32_t places = *step > 2 ? body.Places() : 0;
     for (;; ++*step) {
       bool done = true;
       switch (*step) {
@@ -109,11 +111,12 @@ struct Ragged {
           break;
         case 2:
           done = body.Hear();
+          if (done) places = body.Places();
           break;
         default: {
-          const size_t w = *step - 3, places = body.Places();
-          if (w * window >= places) return body.Finish();
-          done = body.Exchange(w, places - w * window);
+          const uint32_t w = *step - 3, first = w * window;
+          if (first >= places) return body.Finish();
+          done = body.Exchange(w, first, places - first);
         }
       }
       if (!done) return false;
@@ -129,21 +132,22 @@ struct Ragged {
     const RaggedCall& c;
     Table& table;
     const uint32_t epoch;
-    const size_t window, ahead;  // packs
+    const uint32_t window, ahead;  // packs
+    const size_t notice_bytes;
 
     JIN_FN int Count() const { return g.size * static_cast<int>(c.updates); }
     // The packs of the stream to or from a rank.
-    JIN_FN size_t PacksWith(const Updates& of, int peer) const {
+    JIN_FN uint32_t PacksWith(const Updates& of, int peer) const {
       return of.end[(peer + 1) * c.updates - 1];
     }
     JIN_FN char* Notices(int of_rank, int from) const {
       const size_t slot = SlotOf(from, of_rank) * t.Blocks() + t.Block();
       return g.EpochBuffer(of_rank, epoch) + slot * c.updates * FlaggedPackets::kBytes;
     }
-    JIN_FN char* Window(int of_rank, int from, size_t w) const {
-      const size_t slot = (w % 2) * (g.size - 1) + SlotOf(from, of_rank);
-      return g.EpochBuffer(of_rank, epoch) + NoticeBytes(g.size, t.Blocks(), c.updates) +
-             slot * c.window * Packets::kBytes;
+    JIN_FN char* Window(int of_rank, int from, uint32_t w) const {
+      const uint32_t slot = w % 2 * (g.size - 1) + SlotOf(from, of_rank);
+      return g.EpochBuffer(of_rank, epoch) + notice_bytes +
+             size_t{slot * c.window} * Packets::kBytes;
     }
 
     // Where pack i of the stream to or from a rank begins: its update, and the bytes behind the
@@ -152,23 +156,21 @@ struct Ragged {
       int u;
       size_t at, bytes;
     };
-    JIN_FN Place PlaceOf(const Updates& of, int peer, size_t i) const {
+    JIN_FN Place PlaceOf(const Updates& of, int peer, uint32_t i) const {
       const int first = peer * c.updates;
       const int u = PartOf(i, of.end, first, first + static_cast<int>(c.updates) - 1);
-      const size_t at = (i - (u == first ? 0 : of.end[u - 1])) * sizeof(Pack);
-      const size_t bytes = (of.rows[u].end - of.rows[u].begin) * c.row_bytes - at;
+      const size_t at = size_t{i - (u == first ? 0 : of.end[u - 1])} * sizeof(Pack);
+      const size_t bytes = size_t{of.rows[u].end - of.rows[u].begin} * c.row_bytes - at;
       return {u, at, bytes < sizeof(Pack) ? bytes : sizeof(Pack)};
     }
 
-    JIN_FN Pack LoadSent(int peer, size_t i) const {
-      const Place p = PlaceOf(table.sent, peer, i);
+    JIN_FN Pack LoadSent(const Place& p) const {
       const char* const from =
-          static_cast<const char*>(c.in) + table.sent.rows[p.u].begin * c.row_bytes + p.at;
+          static_cast<const char*>(c.in) + size_t{table.sent.rows[p.u].begin} * c.row_bytes + p.at;
       return LoadInput(from, p.bytes, 0, (reinterpret_cast<uintptr_t>(from) & 15) == 0);
     }
-    JIN_FN void StoreReceived(int peer, size_t i, const Pack& pack) const {
-      const Place p = PlaceOf(table.received, peer, i);
-      const size_t at = table.received.rows[p.u].begin * c.row_bytes + p.at;
+    JIN_FN void StoreReceived(const Place& p, const Pack& pack) const {
+      const size_t at = size_t{table.received.rows[p.u].begin} * c.row_bytes + p.at;
       char* const to = static_cast<char*>(c.out) + at;
       if (!table.covered[p.u]) {
         StoreOutput(to, p.bytes, 0, (reinterpret_cast<uintptr_t>(to) & 15) == 0, pack);
@@ -184,7 +186,9 @@ struct Ragged {
     JIN_FN bool IsLast(int u, size_t byte) const {
       for (int v = u + 1; v < Count(); ++v) {
         const auto rows = table.received.rows[v];
-        if (byte >= rows.begin * c.row_bytes && byte < rows.end * c.row_bytes) return false;
+        if (byte >= size_t{rows.begin} * c.row_bytes && byte < size_t{rows.end} * c.row_bytes) {
+          return false;
+        }
       }
       return true;
     }
@@ -204,7 +208,7 @@ struct Ragged {
       const uint32_t count = bad ? 0 : rows;
       const uint32_t begin = count == 0 ? 0 : (to == &table.sent ? in_row : out_row);
       to->rows[i] = {begin, begin + count};
-      to->packs[i] = static_cast<uint32_t>(PacksOf(count * c.row_bytes));
+      to->packs[i] = static_cast<uint32_t>(PacksOf(size_t{count} * c.row_bytes));
     }
     // The end of update i in its stream. All have been entered.
     JIN_FN void Sum(Updates* of, int i) const {
@@ -235,11 +239,13 @@ struct Ragged {
     }
 
     JIN_FN void SendFirst() const {
-      for (size_t i = t.First(); i < ahead; i += t.Stride()) {
+      for (auto i = static_cast<uint32_t>(t.First()); i < ahead;
+           i += static_cast<uint32_t>(t.Stride())) {
         for (int k = 1; k < g.size; ++k) {
           const int to = Ranks<0>::After(g.rank, k, g.size);
           if (i >= PacksWith(table.sent, to)) continue;
-          Packets::Put(Window(to, g.rank, 0), i, SendableOf<Type>(t, LoadSent(to, i)));
+          const Pack sent = LoadSent(PlaceOf(table.sent, to, i));
+          Packets::Put(Window(to, g.rank, 0), i, SendableOf<Type>(t, sent));
         }
       }
     }
@@ -275,10 +281,10 @@ struct Ragged {
     }
 
     // The places of all streams, that of the rank to itself included.
-    JIN_FN size_t Places() const {
-      size_t places = 0;
+    JIN_FN uint32_t Places() const {
+      uint32_t places = 0;
       for (int r = 0; r < g.size; ++r) {
-        const size_t taken = PacksWith(table.received, r), sent = PacksWith(table.sent, r);
+        const uint32_t taken = PacksWith(table.received, r), sent = PacksWith(table.sent, r);
         if (taken > places) places = taken;
         if (sent > places + ahead) places = sent - ahead;
       }
@@ -288,17 +294,17 @@ struct Ragged {
     // Goes through the places of window w, of which so many are left: sends what is `ahead` of
     // them, takes what has come, and copies what the rank sends to itself. All is loaded before the
     // first store.
-    JIN_FN bool Exchange(size_t w, size_t left) const {
-      const size_t first = t.First();  // where it is resumed: what to do of which peer, and where
-      size_t j = first & 0xFFFFFFFFu;
-      int k = static_cast<int>(first >> 32 & 0xFF) + 1;
-      bool only_take = first >> 40 != 0;
+    JIN_FN bool Exchange(uint32_t w, uint32_t first, uint32_t left) const {
+      const size_t from_unit = t.First();  // where it is resumed: of which peer, what, and where
+      auto j = static_cast<uint32_t>(from_unit);
+      int k = static_cast<int>(from_unit >> 32 & 0xFF) + 1;
+      bool only_take = from_unit >> 40 != 0;
       uint32_t has_room = 0;  // by rank
-      size_t room_of = w;     // a window
-      for (; j < window && j < left; j += t.Stride(), k = 1) {
-        const size_t i = w * window + j;
+      uint32_t room_of = w;   // a window
+      for (; j < window && j < left; j += static_cast<uint32_t>(t.Stride()), k = 1) {
+        const uint32_t i = first + j;
         const bool next = j + ahead >= window;
-        const size_t to_window = w + next, at = j + ahead - (next ? window : 0);
+        const uint32_t to_window = w + next, at = j + ahead - (next ? window : 0);
         if (room_of != to_window) has_room = 0;
         room_of = to_window;
         for (; k < g.size; ++k, only_take = false) {
@@ -310,25 +316,26 @@ struct Ragged {
           const bool takes = i < PacksWith(table.received, from);
           char* const slot = Window(g.rank, from, w);
           Pack sent = {}, own = {}, taken;
-          if (sends) sent = LoadSent(to, i + ahead);
-          if (copies) own = LoadSent(g.rank, i);
+          Place place{};
+          if (sends) sent = LoadSent(PlaceOf(table.sent, to, i + ahead));
+          if (copies) own = LoadSent(place = PlaceOf(table.sent, g.rank, i));
           bool arrived = takes && Packets::TryGet(slot, j, &taken);
           while (sends && to_window >= 2 && (has_room >> to & 1) == 0) {
-            if (HasTaken(g, to, t.Block(), static_cast<uint32_t>(to_window - 1))) {
+            if (HasTaken(g, to, t.Block(), to_window - 1)) {
               has_room |= 1u << to;
             } else if (!t.Wait(unit, to)) {
               return false;
             }
           }
           if (sends) Packets::Put(Window(to, g.rank, to_window), at, SendableOf<Type>(t, sent));
-          if (copies) StoreReceived(g.rank, i, SendableOf<Type>(t, own));
+          if (copies) StoreReceived(place, SendableOf<Type>(t, own));
           if (!takes) continue;
           while (!arrived) {
             if (!t.Wait(unit | size_t{1} << 40, from)) return false;
             arrived = Packets::TryGet(slot, j, &taken);
           }
           Packets::Arm(slot, j);
-          StoreReceived(from, i, taken);
+          StoreReceived(PlaceOf(table.received, from, i), taken);
         }
       }
       t.Arrived();  // each window is waited for by itself
@@ -336,7 +343,7 @@ struct Ragged {
       t.Sync();  // every thread of the block has armed what it received
       for (int r = t.Thread(); r < g.size; r += t.Threads()) {
         if (r != g.rank && PacksWith(table.received, r) > (w + 2) * window) {
-          TellTaken(g, r, t.Block(), static_cast<uint32_t>(w + 1));
+          TellTaken(g, r, t.Block(), w + 1);
         }
       }
       return true;
@@ -345,9 +352,9 @@ struct Ragged {
     JIN_FN bool Finish() const {
       t.Sync();  // no thread of the block looks for room any more
       for (int r = t.FirstUpdate(); r < g.size; r += t.Threads()) {
-        const size_t packs = PacksWith(table.sent, r);
+        const uint32_t packs = PacksWith(table.sent, r);
         if (r == g.rank || packs <= 2 * window) continue;
-        while (!HasTaken(g, r, t.Block(), static_cast<uint32_t>((packs - 1) / window - 1))) {
+        while (!HasTaken(g, r, t.Block(), (packs - 1) / window - 1)) {
           if (!t.Wait(r, r)) return false;
         }
         ClearTaken(g, r, t.Block());

@@ -15,7 +15,7 @@ struct RaggedCall {
   void* out;       // rows of the result; it has the values that are kept
   // For each rank and update, in this order. The first three: of what this rank sends.
   const int32_t *input_offsets, *send_sizes, *output_offsets, *recv_sizes;
-  size_t row_bytes;
+  uint32_t row_bytes;
   uint32_t in_rows, out_rows;
   uint32_t updates;  // for each rank
   uint32_t window;   // packs of a window of a stream
@@ -30,7 +30,7 @@ inline uint32_t RaggedWindow(size_t epoch_buffer_bytes, int size, int blocks, ui
   const size_t notices = NoticeBytes(size, blocks, updates);
   if (notices >= epoch_buffer_bytes) return 0;
   const size_t packs = (epoch_buffer_bytes - notices) / (2 * (size - 1) * packet_bytes);
-  return static_cast<uint32_t>(packs < UINT32_MAX ? packs : UINT32_MAX);
+  return static_cast<uint32_t>(packs < INT32_MAX / 2 ? packs : INT32_MAX / 2);
 }
 
 // An update that can't be done.

@@ -83,8 +83,7 @@ def _no_longer_varies(equation: Any, axes: tuple[Any, ...]) -> bool:
 
 # lax's other primitives that communicate, and the public function of each.
 _OTHERS = {
-    **{name: name for name in ("pmax", "pmin", "ppermute", "pbroadcast", "psend", "precv")},
-    "ragged_all_to_all": "ragged_all_to_all",
+    **{name: name for name in ("pbroadcast", "psend", "precv")},
     "unreduced_pmax": "pmax",
     "unreduced_pmin": "pmin",
     "pbroadcast_dynamic": "pbroadcast",

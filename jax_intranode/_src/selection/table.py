@@ -145,10 +145,14 @@ _HOPPER: dict[str, dict[tuple[str, int], tuple[Row, ...]]] = {
         )
         for key, rows in _parts("permute").items()
     },
-    # Of any size. Nothing has been measured.
+    # Of any size. Measured between 2 H100s, for bare packets.
     "ragged_all_to_all": {
-        (packets, 8): (Row(1 << 30, "ragged", 512, 64, measured=False),)
+        (packets, world): tuple(
+            Row(nbytes, "ragged", threads, 256, measured=(packets, world) == ("bare", 2))
+            for nbytes, threads in ((64 * _KB, 128), (4 * _MB, 256), (1 << 30, 512))
+        )
         for packets in ("bare", "flagged")
+        for world in (2, 8)
     },
 }
 

@@ -78,8 +78,7 @@ def ragged_all_to_all(
     to rows of the output of that rank. Inside ``jax.shard_map`` over devices of one host, each rank
     writes the rows that it sends, and no more, into the memory of the ranks that get them. Bits are
     kept, except that a floating-point NaN may become another NaN. Where ``jax.lax`` can't run it,
-    as on CPU devices, an ``all_gather`` computes what this package does not accelerate. On GPUs the
-    speed has not been measured: unedited programs keep ``jax.lax.ragged_all_to_all``.
+    as on CPU devices, an ``all_gather`` computes what this package does not accelerate.
 
     Slices of the operand may overlap. Where updates overlap in an output, the last one counts, in
     the order of the rank that sends and of its updates. An empty update does nothing, wherever its

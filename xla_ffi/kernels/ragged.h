@@ -96,7 +96,8 @@ struct Ragged {
     const auto stride = static_cast<uint32_t>(t.Stride());
     // Each thread has the same places in all windows.
     const uint32_t window = c.window > stride ? c.window - c.window % stride : c.window;
-    const uint32_t ahead = window < stride ? window : stride;
+    // On CPU devices a rank that waits gives up its thread: it sends all that there is room for.
+    const uint32_t ahead = window < stride || stride == 1 ? window : stride;
     const Body<Thread, G, Table> body{
         t, g, c, table, epoch, window, ahead, NoticeBytes(g.size, t.Blocks(), c.updates)};
     uint32_t places = *step > 2 ? body.Places() : 0;

@@ -122,9 +122,7 @@ def ragged_all_to_all(
         Array([1, 4, 0, 2, 3, 5], dtype=int32)
     """
     axes = tuple(axis_name) if isinstance(axis_name, (tuple, list)) else (axis_name,)
-    groups = None
-    if axis_index_groups is not None:
-        groups = tuple(tuple(map(int, group)) for group in axis_index_groups)
+    groups = axis_index_groups and tuple(tuple(map(int, group)) for group in axis_index_groups)
     xs = [jnp.asarray(x) for x in (operand, output)]
     xs += [jnp.asarray(x) for x in (input_offsets, send_sizes, output_offsets, recv_sizes)]
     reason = fallback.reason_of_axes(axes)
@@ -465,11 +463,7 @@ def _batch(
 def _by_lax(primitive: OpPrimitive, params: RaggedParams, *xs: Any) -> list[Any]:
     if primitive is ragged_all_to_all_p:
         return params.by_lax(xs)
-
-    def exchange(*vs: Any, params: RaggedParams) -> list[Any]:
-        return params.by_lax(vs)
-
-    return [_sum_of_reads(exchange, params, *xs)]
+    return [_sum_of_reads(lambda *vs, params: params.by_lax(vs), params, *xs)]
 
 
 ragged_all_to_all_p.register(

@@ -145,7 +145,7 @@ _HOPPER: dict[str, dict[tuple[str, int], tuple[Row, ...]]] = {
         )
         for key, rows in _parts("permute").items()
     },
-    # Of any size. Measured between 2 H100s, for bare packets.
+    # Of any size. Measured between 2 H100s, for bare packets (docs/experts.md).
     "ragged_all_to_all": {
         (packets, world): tuple(
             Row(nbytes, "ragged", threads, 256, measured=(packets, world) == ("bare", 2))

@@ -61,6 +61,34 @@ def exact_matmuls(rows: int, dtype: str) -> None:
         check(result, want.astype(dtype))
 
 
+@case(rows=(1, 17, 64))
+def sums_of_few_rows(rows: int) -> None:
+    """Products and sums of few rows, after each other. All of them are exact in bfloat16."""
+    mesh = line()
+    n = mesh.size
+    generator = np.random.default_rng(rows)
+    x, w = (
+        generator.integers(-1, 2, (n, *shape)).astype("bfloat16")
+        for shape in ((rows, 1000), (1000, 264))
+    )
+
+    def f(x: Any, w: Any) -> Any:
+        x, w = x[0], w[0]
+        product = jax_intranode.column_parallel_matmul(x, w, "x")
+        totals = [jax_intranode.matmul_all_reduce(v, w, "x") for v in (x, x[:1], x, x[-1:])]
+        return [v[None] for v in (product, *totals)]
+
+    program = jax.jit(sharded(f, mesh, P("x"), P("x")))
+    arrays = [put(mesh, P("x"), v) for v in (x, w)]
+    for _ in range(4):  # eager, captured, and replayed
+        found = program(*arrays)
+    products = x.astype(np.float32) @ w.astype(np.float32)
+    total = everywhere(products.sum(0), n)
+    wanted = products, total, total[:, :1], total, total[:, -1:]
+    for result, want in zip(found, wanted, strict=True):
+        check(result, want.astype("bfloat16"))
+
+
 @case(dtype=("float32", "bfloat16"))
 @float32_products
 def sums_of_products_in_rank_order(dtype: str) -> None:

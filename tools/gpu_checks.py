@@ -27,8 +27,9 @@ SANITIZER += " --kernel-name kns=jax_intranode"
 # How each example begins, and when it has to have said it.
 EXAMPLE_SAYS, EXAMPLE_SAYS_IN_S = re.compile(r"\d+ devices \(.+\): "), 10
 PROBES = {
-    "fused_probe": "fused_matmul.cc fused_bf16.cu fused_f16.cu slab.cu cublas_lt.cc",
+    "fused_probe": "fused_matmul.cc fused_bf16.cu fused_f16.cu slab.cu tensor_map.cc cublas_lt.cc",
     "collectives_probe": "kernels_bare.cu collectives.cc slab.cu",
+    "few_rows_probe": "few_rows.cu tensor_map.cc slab.cu",
 }
 
 

@@ -276,7 +276,10 @@ def compile_probe(directory: Path, timeout_s: float) -> Path | None:
     cuda = _ROOT / "xla_ffi" / "cuda"
     sources = [
         cuda / name
-        for name in ("fused_matmul.cc", "fused_bf16.cu", "fused_f16.cu", "slab.cu", "cublas_lt.cc")
+        for name in (
+            *("fused_matmul.cc", "fused_bf16.cu", "fused_f16.cu", "slab.cu"),
+            *("tensor_map.cc", "cublas_lt.cc"),
+        )
     ]
     command = [
         *(nvcc, "-std=c++20", "-O3", "-gencode", "arch=compute_90a,code=sm_90a", "-I", str(cuda)),

@@ -3,6 +3,7 @@
 #include <optional>
 #include <stdexcept>
 
+#include "cuda/few_rows.h"
 #include "cuda/fused_matmul.h"
 #include "cuda/graph_timing.h"
 #include "cuda/launch.h"
@@ -35,6 +36,7 @@ struct CudaBackend {
     CurrentDevice current(device);
     ThrowIfError(LoadListedKernels(), "loading the kernels");
     LoadFusedKernels();
+    LoadFewRowsKernels();
   }
 
   static constexpr auto* CreateCommunicator = &CreateDeviceCommunicator;
@@ -53,6 +55,10 @@ struct CudaBackend {
     of_matmul["initialize"] = HandlerCapsule(&CudaCollectiveMatmulInitialize);
     of_matmul["execute"] = HandlerCapsule(&CudaCollectiveMatmul);
     (*all)["jax_intranode_collective_matmul"] = of_matmul;
+    nb::dict of_few_rows;
+    of_few_rows["instantiate"] = HandlerCapsule(&CudaFewRowsInstantiate);
+    of_few_rows["execute"] = HandlerCapsule(&CudaFewRows);
+    (*all)["jax_intranode_few_rows"] = of_few_rows;
   }
 };
 

@@ -121,6 +121,9 @@ void ExportLimits(nb::module_& m) {
   m.attr("MAX_ALTERNATING_COLUMNS") = kMaxAlternatingColumns;
   m.attr("MAX_MATRICES") = kMaxMatrices;
   m.attr("MAX_PIECES") = kMaxPieces;
+  m.attr("MOST_FEW_ROWS") = kMostFewRows;
+  m.def("few_rows_fit", &FewRowsFit, nb::arg("m"), nb::arg("k"), nb::arg("n"),
+        "Whether the kernel of few rows can multiply m rows with a matrix [k, n].");
   m.attr("MIN_SLOTS") = kMinSlots;
   m.attr("MAX_RANKS_IN_STEP") = kMostInStep;
   m.attr("CHUNK_BYTES") = kChunkBytes;

@@ -310,6 +310,7 @@ RECORDS: dict[str, Record] = {
             kind=MATMUL,
             dtypes=SUMMED,
             reduction="sum",
+            algorithms=("few_rows",),
             collective="psum",
             derived=("column_parallel_matmul",),
         ),

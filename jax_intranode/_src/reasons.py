@@ -159,6 +159,9 @@ GPUS_NOT_MEASURED = Reason("not measured on {gpus} GPUs")
 GPUS_WITHOUT_FACTS = Reason("{gpus} does not report its SMs, clock and NVLinks")
 DTYPES_DIFFER = Reason("dtypes {dtypes}; all operands and results must have the same")
 PRECISION = Reason("precision {precision}")
+NOT_FEW_ROWS = NotFaster(
+    "{rows} rows of {k} elements and {n} columns; not for the kernel of few rows"
+)
 NOT_MULTIPLES_OF_8 = Reason("K {ks}, N {ns}; overlapped are multiples of 8")
 
 # Programs that XLA's partitioner divides, as a whole, and their operations.

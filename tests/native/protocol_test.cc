@@ -38,6 +38,7 @@
 #include "tests/native/ragged_tables.h"
 #include "tests/native/regions.h"
 #include "xla_ffi/ffi/members.h"
+#include "xla_ffi/kernels/few_rows.h"
 #include "xla_ffi/kernels/norm_protocol.h"
 #include "xla_ffi/kernels/same_operation.h"
 #include "xla_ffi/kernels/segments.h"
@@ -135,8 +136,30 @@ bool RunBody(HostThread& t, const TestGroup& g, const Call& call, const Plan& pl
   return true;
 }
 
+// The sum of products of few rows, as one kernel of two phases. The product is the input.
+template <class Type, int N, class Packets>
+struct SentAndTaken : jin::FewRows<Type, N, Packets> {
+  static constexpr int kPhases = 2;
+  template <class Thread, class G, class C>
+  static bool RunPhase(int phase, Thread& t, const G& g, const C& c, uint32_t epoch) {
+    if (phase == 1) return SentAndTaken::Take(t, g, c, epoch);
+    const size_t packs = c.Packs();
+    // Other threads than those that await pack i may send it.
+    for (size_t i = t.First(); i < packs; i += t.Stride()) {
+      const size_t sent = packs - 1 - i;
+      const jin::Pack product = c.Load(sent);
+      t.Admit();
+      SentAndTaken::Send(g, epoch, packs * Packets::kBytes, sent, product);
+    }
+    return true;
+  }
+};
+
 template <class Type, int N, class Packets, class Call>
 bool RunKernel(HostThread& t, const TestGroup& g, const Call& call, const Plan& plan) {
+  if (plan.algorithm == jin::Algorithm::kFewRows) {
+    return RunBody<SentAndTaken<Type, N, Packets>>(t, g, call, plan);
+  }
   return jin::WithKernel<Type, N, Packets>(plan.algorithm, [&](auto body) {
     return RunBody<typename decltype(body)::type>(t, g, call, plan);
   });
@@ -525,6 +548,7 @@ int main(int argc, char** argv) {
   kinds.insert(kinds.end(), std::begin(kNorms), std::end(kNorms));
   kinds.insert(kinds.end(), 3, jin::Algorithm::kPermute);
   kinds.insert(kinds.end(), 2, jin::Algorithm::kRagged);
+  kinds.push_back(jin::Algorithm::kFewRows);
   if (mesh) kinds = {jin::Algorithm::kHybridCubeMesh};
   if (only_permutes) kinds = {jin::Algorithm::kPermute};
   if (only_ragged) kinds = {jin::Algorithm::kRagged};

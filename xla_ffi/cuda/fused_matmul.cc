@@ -1,8 +1,6 @@
 // The host side of the fused kernel: its parameters and its launch.
 #include "fused_matmul.h"
 
-#include <cudaTypedefs.h>
-
 #include <algorithm>
 #include <map>
 #include <mutex>
@@ -16,6 +14,7 @@
 #include "fused_params.h"
 #include "signals.h"
 #include "slab.h"
+#include "tensor_map.h"
 
 namespace jax_intranode {
 namespace {
@@ -42,34 +41,6 @@ int64_t ColumnsOfRound(const MatmulCall& call, const MatmulPlan& plan) {
   return int64_t{DivideUp(ColumnTiles(call, plan), plan.rounds)} * plan.tile_columns;
 }
 
-// Tensor maps.
-
-// Describes an array of 16-bit elements, its fastest dimension first, for bulk copies of boxes.
-// `pitch` elements lie between one row of the fastest dimension and the next.
-CUtensorMap Map(ElementType type, const void* at, std::vector<uint64_t> dims,
-                std::vector<uint32_t> box, uint64_t pitch) {
-  static const auto encode =
-      reinterpret_cast<PFN_cuTensorMapEncodeTiled_v12000>(DriverFunction("cuTensorMapEncodeTiled"));
-  const cuuint32_t rank = static_cast<cuuint32_t>(dims.size());
-  std::vector<cuuint64_t> strides;  // bytes, of all dimensions but the fastest
-  strides.push_back(kMatmulElementBytes * pitch);
-  for (size_t d = 1; d + 1 < dims.size(); ++d) strides.push_back(strides.back() * dims[d]);
-  const std::vector<cuuint32_t> steps(rank, 1);
-  CUtensorMap map;
-  const CUresult result = encode(
-      &map,
-      type == ElementType::kBF16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16
-                                 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16,
-      rank, const_cast<void*>(at), reinterpret_cast<const cuuint64_t*>(dims.data()), strides.data(),
-      box.data(), steps.data(), CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
-      CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
-  if (result != CUDA_SUCCESS) {
-    throw RuntimeError("cuTensorMapEncodeTiled failed with CUresult ", result, " for ", dims[1],
-                       " x ", dims[0]);
-  }
-  return map;
-}
-
 // The address of an element.
 template <class T>
 const void* ElementAt(const T* array, int64_t element) {
@@ -93,8 +64,8 @@ struct Round {
   // The rows of x on this rank, [outer, rows, k].
   CUtensorMap MapOfX(size_t i, std::vector<uint32_t> box) const {
     const uint64_t k = call.ks[i], outer = call.outer * (reduce_scatter() ? size() : 1);
-    return Map(call.type, call.xs[i], {k, static_cast<uint64_t>(call.rows), outer}, std::move(box),
-               k);
+    return TensorMap(call.type, call.xs[i], {k, static_cast<uint64_t>(call.rows), outer},
+                     std::move(box), k);
   }
 };
 
@@ -135,12 +106,12 @@ void SetMatrices(const Round& round, FusedParams* p) {
     const int64_t before = round.ColumnsBefore(product);
     MatrixParams& matrix = p->matrix[i];
     matrix.x = round.MapOfX(x, {kTileDepth, kHalfRows, 1});
-    matrix.w = call.transposed ? Map(call.type, ElementAt(call.ws[i], before * k), {k, n},
-                                     {kTileDepth, tile_columns / 2}, k)
-                               : Map(call.type, ElementAt(call.ws[i], before), {n, k},
-                                     {64, kTileDepth / 2}, all);
-    matrix.product = Map(call.type, ElementAt(call.products[product], before), {n, rows, outer},
-                         {64, kHalfRows, 1}, all);
+    matrix.w = call.transposed ? TensorMap(call.type, ElementAt(call.ws[i], before * k), {k, n},
+                                           {kTileDepth, tile_columns / 2}, k)
+                               : TensorMap(call.type, ElementAt(call.ws[i], before), {n, k},
+                                           {64, kTileDepth / 2}, all);
+    matrix.product = TensorMap(call.type, ElementAt(call.products[product], before),
+                               {n, rows, outer}, {64, kHalfRows, 1}, all);
     matrix.first_tile = p->column_tiles;
     if (product == i) p->column_tiles += DivideUp(n, tile_columns);
     k_end = round.reduce_scatter() ? k_end + DivideUp(k, kTileDepth) : p->k_chunks;
@@ -152,16 +123,16 @@ void SetWgrads(const Round& round, FusedParams* p) {
   if (p->wgrads == 0) return;
   const MatmulCall& call = round.call;
   const uint64_t n = round.ColumnsOf(0), rows = call.rows, outer = call.outer * round.size();
-  p->wgrad_lhs = Map(call.type, ElementAt(call.wgrad_lhs, round.first), {n, rows, outer},
-                     {64, kHalfRows, 1}, call.ns[0]);
+  p->wgrad_lhs = TensorMap(call.type, ElementAt(call.wgrad_lhs, round.first), {n, rows, outer},
+                           {64, kHalfRows, 1}, call.ns[0]);
   p->wgrad_row_tiles = DivideUp(n, kTileRows);
   p->wgrad_row_pairs = DivideUp(p->wgrad_row_tiles, kClusterSize);
   for (int i = 0; i < p->wgrads; ++i) {
     const uint64_t k = call.ks[i];
     WgradParams& wgrad = p->wgrad[i];
     wgrad.x = round.MapOfX(i, {64, kHalfRows / 2, 1});
-    wgrad.product = Map(call.type, ElementAt(call.wgrads[i], round.first * k), {k, n, 1},
-                        {64, kHalfRows, 1}, k);
+    wgrad.product = TensorMap(call.type, ElementAt(call.wgrads[i], round.first * k), {k, n, 1},
+                              {64, kHalfRows, 1}, k);
     wgrad.first_tile = p->wgrad_column_tiles;
     p->wgrad_column_tiles += DivideUp(k, round.plan.tile_columns);
   }

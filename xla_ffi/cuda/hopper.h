@@ -59,6 +59,11 @@ JIN_FN void BarrierInit(uint32_t barrier, uint32_t arrivals) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals));
 }
 
+JIN_FN void ClusterArrive() {
+  asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
+}
+JIN_FN void ClusterWait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
+
 // Makes initialised barriers visible to the cluster. Called before the cluster synchronises.
 JIN_FN void BarrierInitFence() {
   asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
@@ -188,6 +193,13 @@ JIN_FN void StoreMatrices(uint32_t to, const uint32_t (&words)[4]) {
                : "memory");
 }
 
+// Kernels that are launched before the one ahead of them has ended.
+
+// Lets the next kernel start, once all blocks have called it or ended.
+JIN_FN void LetNextKernelStart() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
+// Waits until the kernel ahead has ended and what it wrote is visible.
+JIN_FN void AwaitKernelAhead() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+
 // Matrix instructions.
 
 // The lower half of a matrix descriptor: a tile in shared memory with rows of 128 bytes, swizzled
@@ -292,6 +304,34 @@ JIN_MATMUL16(false, "f16", false, true)
 JIN_MATMUL16(false, "f16", false, false)
 JIN_MATMUL16(false, "f16", true, true)
 
+// Few columns: those of a transposed matrix of few rows.
+#define JIN_NAMES_8 "%0, %1, %2, %3, %4, %5, %6, %7"
+#define JIN_NAMES_16 JIN_NAMES_8 ", %8, %9, %10, %11, %12, %13, %14, %15"
+#define JIN_NAMES_32 \
+  JIN_NAMES_16       \
+  ", %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
+#define JIN_MATMUL16_OF_FEW(bf16, type, columns, registers, names, of_a, of_b, ...)      \
+  template <>                                                                            \
+  JIN_FN void Matmul16<bf16, true, false, registers>(float (&d)[registers], uint32_t a,  \
+                                                     uint32_t b) {                       \
+    asm volatile(JIN_DESCRIPTORS(of_a, of_b) "wgmma.mma_async.sync.aligned.m64n" columns \
+                                             "k16.f32." type "." type " {" names         \
+                                             "}, a, b, 1, 1, 1, 1, 0;}"                  \
+                 : __VA_ARGS__                                                           \
+                 : "r"(a), "r"(b));                                                      \
+  }
+#define JIN_MATMULS16_OF_FEW(bf16, type)                                            \
+  JIN_MATMUL16_OF_FEW(bf16, type, "16", 8, JIN_NAMES_8, "%8", "%9", JIN_D8(0))      \
+  JIN_MATMUL16_OF_FEW(bf16, type, "32", 16, JIN_NAMES_16, "%16", "%17", JIN_D16(0)) \
+  JIN_MATMUL16_OF_FEW(bf16, type, "64", 32, JIN_NAMES_32, "%32", "%33", JIN_D32(0))
+JIN_MATMULS16_OF_FEW(true, "bf16")
+JIN_MATMULS16_OF_FEW(false, "f16")
+
+#undef JIN_MATMULS16_OF_FEW
+#undef JIN_MATMUL16_OF_FEW
+#undef JIN_NAMES_32
+#undef JIN_NAMES_16
+#undef JIN_NAMES_8
 #undef JIN_MATMUL16
 #undef JIN_DESCRIPTORS
 #undef JIN_NAMES_112

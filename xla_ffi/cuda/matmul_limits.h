@@ -54,6 +54,17 @@ constexpr size_t RingDataOffset(size_t ring_bytes) {
   return kRingHeaderBytes + (flags + 4095) / 4096 * 4096;
 }
 
+// The kernel of few rows (few_rows.h), which is compiled for the same GPUs as the fused one.
+
+constexpr int64_t kMostFewRows = 64;
+constexpr int64_t kMostFewRowsSize = int64_t{1} << 20;  // of K and N
+
+// Whether it can multiply m rows of k elements with a matrix of n columns.
+constexpr bool FewRowsFit(int64_t m, int64_t k, int64_t n) {
+  return 0 < m && m <= kMostFewRows && 0 < k && k <= kMostFewRowsSize && 0 < n &&
+         n <= kMostFewRowsSize && k % kMatmulDimMultiple == 0 && n % kMatmulDimMultiple == 0;
+}
+
 // The cuBLASLt pipeline (pipelined_matmul.h).
 
 constexpr int kMaxPieces = 16;    // first_pieces and last_pieces of a plan

@@ -31,6 +31,10 @@ XLA_FFI_Error* CudaCollectiveMatmulInstantiate(XLA_FFI_CallFrame* frame);
 XLA_FFI_Error* CudaCollectiveMatmulInitialize(XLA_FFI_CallFrame* frame);
 XLA_FFI_Error* CudaCollectiveMatmul(XLA_FFI_CallFrame* frame);
 
+// few_rows_cuda.cc
+XLA_FFI_Error* CudaFewRowsInstantiate(XLA_FFI_CallFrame* frame);
+XLA_FFI_Error* CudaFewRows(XLA_FFI_CallFrame* frame);
+
 // peer_cuda.cc: the handlers behind calls on peer buffers (jax_intranode/include).
 using DevicePeerBuffer = PeerBuffer<DeviceCommunicator>;
 using DevicePeerBuffers = PeerBuffers<DeviceCommunicator>;

@@ -30,7 +30,8 @@ namespace jax_intranode {
   X(kOneShotMin, "one_shot_min", "pmin")                                    \
   X(kTwoShotMin, "two_shot_min", "pmin")                                    \
   X(kPermute, "permute", "ppermute")                                        \
-  X(kRagged, "ragged", "ragged_all_to_all")
+  X(kRagged, "ragged", "ragged_all_to_all")                                 \
+  X(kFewRows, "few_rows", "matmul_all_reduce")
 
 // The all-reduces and reduce-scatters that add a residual and normalize rows (norm_protocol.h):
 // each norm by each protocol, in the order of NormProtocol.
@@ -137,7 +138,8 @@ inline bool IsAllReduce(Algorithm algorithm) {
 }
 
 inline bool IsMatmul(Algorithm algorithm) {
-  return algorithm == Algorithm::kAllGatherMatmul || algorithm == Algorithm::kMatmulReduceScatter;
+  return algorithm == Algorithm::kAllGatherMatmul || algorithm == Algorithm::kMatmulReduceScatter ||
+         algorithm == Algorithm::kFewRows;
 }
 
 enum class NormProtocol { kNone, kOneShot, kTwoShot, kReduceScatter };
@@ -247,6 +249,7 @@ inline size_t EpochBufferBytesNeeded(Algorithm algorithm, ElementType type, size
   packs = SegmentPacks(algorithm, packs, size, segments);
   const size_t packet = PacketBytes(type), n = size;
   if (algorithm == Algorithm::kPermute) return packs * packet;
+  if (algorithm == Algorithm::kFewRows) return n * packs * packet;  // an own slot, too
   if (algorithm == Algorithm::kRagged) return 2 * (n - 1) * packet;  // at least (ragged.h)
   // A slot for each rank of a quad, and one for a sum (hybrid_cube_mesh.h).
   if (algorithm == Algorithm::kHybridCubeMesh) {

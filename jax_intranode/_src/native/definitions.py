@@ -51,6 +51,8 @@ MAX_ALTERNATING_COLUMNS: int = _host.MAX_ALTERNATING_COLUMNS
 MAX_MATRICES: int = _host.MAX_MATRICES
 # The largest number of first and last pieces of a cuBLASLt pipeline.
 MAX_PIECES: int = _host.MAX_PIECES
+# The most rows that the kernel of few rows takes.
+MOST_FEW_ROWS: int = _host.MOST_FEW_ROWS
 # A row of x takes at most 1 / MIN_SLOTS of a rank's share of the ring buffer.
 MIN_SLOTS: int = _host.MIN_SLOTS
 # In larger groups than this, the shards of all peers arrive together.
@@ -80,5 +82,7 @@ norm_rows_per_operation: Callable[..., int] = _host.norm_rows_per_operation
 # (operation, tile_columns, wgrad) -> whether a fused kernel is compiled for this width of tiles;
 # with `wgrad`, one that also computes weight gradients.
 has_fused_kernel: Callable[..., bool] = _host.has_fused_kernel
+# (m, k, n) -> whether the kernel of few rows can multiply m rows with a matrix [k, n].
+few_rows_fit: Callable[..., bool] = _host.few_rows_fit
 # (ring_bytes) -> bytes of a ring buffer before its data: the header and the flags.
 ring_data_offset: Callable[..., int] = _host.ring_data_offset

@@ -10,6 +10,7 @@ others. No file here imports the package itself. Each imports files below it onl
     all_reduce           <- psum, pmax, ppermute
     norm_rules           <- residual_norm
     local_matmuls, matmul_arguments, overlapped_call
+    few_rows
     collective_matmul    <- all_gather_matmul, matmul_reduce_scatter <- matmul_all_reduce
     combined_matmul      <- matmul_gradients
     column_parallel_matmul, row_parallel_matmul, which choose one of the collective matmuls

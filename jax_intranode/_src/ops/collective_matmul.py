@@ -102,6 +102,18 @@ class AllReduceMatmulParams(SumMatmulParams):
 
 
 @dataclass(frozen=True)
+class ColumnParams(MatmulParams):
+    """Parameters of `column_parallel_matmul_p`.
+
+    Attributes:
+        sums: whether the gradient of x is summed over the ranks. JAX does that itself where it does
+            not check what varies over which axes, and nobody where x differs between ranks.
+    """
+
+    sums: bool = True
+
+
+@dataclass(frozen=True)
 class TangentParams:
     """Parameters of `tangent_of_all_gather_matmul_p`.
 

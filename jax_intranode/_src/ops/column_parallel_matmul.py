@@ -21,13 +21,14 @@ from jax_intranode._src.ops import (
     collective,
     collective_matmul,
     fallback,
+    few_rows,
     local_matmuls,
     matmul_arguments,
 )
 from jax_intranode._src.ops.annotations import AnyMesh, AxisNames, Matrices
 from jax_intranode._src.ops.collective_matmul import (
     AllReduceMatmulParams,
-    MatmulParams,
+    ColumnParams,
     matmul_all_reduce_p,
 )
 from jax_intranode._src.ops.global_arrays import GlobalCall
@@ -82,7 +83,8 @@ def column_parallel_matmul(
     axes may be Auto or Explicit. Inside ``jax.shard_map`` it takes and returns the ranks' shards.
 
     Without `gather_axis` x is the same on all ranks. The matmul sends nothing, and one
-    ``matmul_all_reduce`` computes the gradient of x. With `gather_axis` the ranks have divided
+    ``matmul_all_reduce`` computes the gradient of x. On Hopper GPUs up to 64 rows run by the kernel
+    of ``matmul_all_reduce``. With `gather_axis` the ranks have divided
     that dimension of x (sequence parallelism). Then this is `all_gather_matmul`, whose
     documentation also says how it differentiates and what is kept for the backward pass.
 
@@ -132,13 +134,16 @@ def column_parallel_matmul(
         return all_gather_matmul.of_call(call, gather_axis, False)
 
     def of_ranks(x: Any, *ws: Any, reason: str | None) -> list[Any]:
-        params = call.params(MatmulParams, 0)
         over = jax.typeof(x).manual_axis_type.varying
-        if not trace_state.check_vma() or over.intersection(call.axes):
-            return _products(x, *ws, params=params)  # whose gradients need no sum here
+        sums = trace_state.check_vma() and not over.intersection(call.axes)
+        params = call.params(ColumnParams, 0, sums=sums)
+        if not sums and not any(few_rows.may_be_few((x, w), *params.how) for w in ws):
+            return _products(x, *ws, params=params)
         reason = reason or matmul_arguments.reason_for_lax("psum", call.axes, [x, *ws], ws, x.dtype)
         if reason is None:
             return _bind(x, ws, params)
+        if not sums:
+            return _products(x, *ws, params=params)
         with fallback.to_lax(name, reason):
             return _products(x, *ws, params=params)
 
@@ -149,7 +154,7 @@ def column_parallel_matmul(
     return call.run(of_ranks, specs)[0]
 
 
-def _bind(x: Any, ws: Sequence[Any], params: MatmulParams) -> list[Any]:
+def _bind(x: Any, ws: Sequence[Any], params: ColumnParams) -> list[Any]:
     """Binds the primitive: the ws vary over the axes, and all operands over the same others."""
     _, *ws = matmul_arguments.varying_alike([x, *ws], params.axes)
     over = jax.typeof(ws[0]).manual_axis_type.varying
@@ -158,16 +163,17 @@ def _bind(x: Any, ws: Sequence[Any], params: MatmulParams) -> list[Any]:
         return column_parallel_matmul_p.bind(x, *ws, params=params)
 
 
-def _products(x: Any, *ws: Any, params: MatmulParams) -> list[Any]:
+def _products(x: Any, *ws: Any, params: ColumnParams) -> list[Any]:
     return [local_matmuls.dot(x, w, *params.how) for w in ws]
 
 
 # Abstract evaluation.
 
 
-def _abstract_eval(x: Any, *ws: Any, params: MatmulParams) -> list[Any]:
+def _abstract_eval(x: Any, *ws: Any, params: ColumnParams) -> list[Any]:
     kind = x.manual_axis_type
-    kind = kind.update(varying=kind.varying | set(params.axes))
+    if params.sums:
+        kind = kind.update(varying=kind.varying | set(params.axes))
     return [
         x.update(
             shape=local_matmuls.dot_shape(x, w, params.transposed),
@@ -179,16 +185,26 @@ def _abstract_eval(x: Any, *ws: Any, params: MatmulParams) -> list[Any]:
     ]
 
 
-def _decide(site: LoweringSite, avals: Sequence[Any], params: MatmulParams) -> Decision:
-    del site, avals  # nothing is sent
-    return Decision(mlir.lower_fun(partial(_products, params=params)), lambda: [])
+def _decide(site: LoweringSite, avals: Sequence[Any], params: ColumnParams) -> Decision:
+    found = [
+        few_rows.find(site, "column_parallel_matmul", params.axes, (avals[0], w), params.how)
+        for w in avals[1:]
+    ]
+
+    def products(x: Any, *ws: Any) -> list[Any]:
+        return [
+            local_matmuls.dot(x, w, *params.how) if kernel is None else kernel(x, w)[0]
+            for w, kernel in zip(ws, found, strict=True)
+        ]
+
+    return Decision(mlir.lower_fun(products), lambda: [])  # nothing is sent
 
 
 # Differentiation: linear in x, and linear in the matrices.
 
 
 def _jvp(
-    bind: Any, primals: Sequence[Any], tangents: Sequence[Any], params: MatmulParams
+    bind: Any, primals: Sequence[Any], tangents: Sequence[Any], params: ColumnParams
 ) -> tuple[list[Any], list[Any]]:
     x, *ws = primals
     dx, *dws = tangents
@@ -204,22 +220,23 @@ def _jvp(
     return list(results), moved
 
 
-def _transpose(cotangents: Sequence[Any], x: Any, *ws: Any, params: MatmulParams) -> list[Any]:
+def _transpose(cotangents: Sequence[Any], x: Any, *ws: Any, params: ColumnParams) -> list[Any]:
     terms = [(ct, w) for ct, w in zip(cotangents, ws, strict=True) if type(ct) is not ad.Zero]
     if ad.is_undefined_primal(x):
         if not terms:
             return [None] * (1 + len(ws))
-        (ct_x,) = matmul_all_reduce_p.bind(
-            *[ct for ct, _ in terms],
-            *[w for _, w in terms],
-            params=params.of(
-                AllReduceMatmulParams,
-                dtype=x.aval.dtype,
-                transposed=not params.transposed,
-                terms=len(terms),
-                invariant=True,
-            ),
+        operands = [*(ct for ct, _ in terms), *(w for _, w in terms)]
+        backward = params.of(
+            AllReduceMatmulParams,
+            dtype=x.aval.dtype,
+            transposed=not params.transposed,
+            terms=len(terms),
+            invariant=True,
         )
+        if params.sums:
+            (ct_x,) = matmul_all_reduce_p.bind(*operands, params=backward)
+        else:
+            ct_x = local_matmuls.sum_of_dots(operands, len(terms), *backward.how)
         return [ct_x, *[None] * len(ws)]
     whole = collective.varying(x, params.axes)
     return [None, *collective_matmul.wgrads(whole, cotangents, ws, params)]
@@ -229,7 +246,7 @@ def _transpose(cotangents: Sequence[Any], x: Any, *ws: Any, params: MatmulParams
 
 
 def _batch(
-    name: Hashable, size: int, operands: Sequence[Any], dims: Sequence[Any], params: MatmulParams
+    name: Hashable, size: int, operands: Sequence[Any], dims: Sequence[Any], params: ColumnParams
 ) -> tuple[list[Any], list[Any]]:
     d, *of_ws = dims
     if name in params.axes or any(of_w is not None for of_w in of_ws):

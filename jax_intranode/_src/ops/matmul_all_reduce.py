@@ -8,13 +8,14 @@ from typing import Any
 
 import jax
 from jax import lax
-from jax.interpreters import ad
+from jax.interpreters import ad, mlir
 from jax.typing import ArrayLike, DTypeLike
 
 from jax_intranode._src.jax_private import trace_state
 from jax_intranode._src.ops import (
     collective,
     collective_matmul,
+    few_rows,
     local_matmuls,
     matmul_arguments,
     matmul_reduce_scatter,
@@ -29,7 +30,9 @@ from jax_intranode._src.ops.collective_matmul import (
     matmul_all_reduce_p,
 )
 from jax_intranode._src.ops.global_arrays import GlobalCall
+from jax_intranode._src.ops.lowering_site import LoweringSite
 from jax_intranode._src.ops.matmul_arguments import MatmulCall
+from jax_intranode._src.ops.primitive import Decision, Operation, nbytes
 
 
 def matmul_all_reduce(
@@ -45,10 +48,13 @@ def matmul_all_reduce(
 
     ``jax.lax.psum(x @ w, axis_name)``: the second matmul of a tensor-parallel layer.
 
+    On Hopper GPUs up to 64 rows (the product of all dimensions of x but the last) of bfloat16 or
+    float16, with K and N that are multiples of 8, run by a kernel that reads w about as fast as the
+    memory allows, and sums. A row of the result then has the same bits alone and among others.
+
     Wherever ``matmul_reduce_scatter`` of the same rows would be overlapped, it runs as that, with
     an all-gather of the result: on Hopper GPUs, for bfloat16 and float16, for K and N that are
-    multiples of 8, and for a number of rows (the product of all dimensions of x but the last) that
-    is a multiple of the number of ranks. Elsewhere an all-reduce follows the matmul. The all-gather
+    multiples of 8, and for a number of rows that is a multiple of the number of ranks. Elsewhere an all-reduce follows the matmul. The all-gather
     and the all-reduce are those of this package or those of ``jax.lax``, as for calls of
     ``all_gather`` and ``psum``. `explain` says how a call runs, and why.
 
@@ -171,6 +177,17 @@ _KIND = collective_matmul.Kind(
 )
 
 
+def _decide(site: LoweringSite, avals: Sequence[Any], params: AllReduceMatmulParams) -> Decision:
+    """A matmul of few rows and its sum are one custom call."""
+    found = few_rows.find(site, "matmul_all_reduce", params.axes, avals, params.how)
+    if found is None:
+        return _KIND.decide(site, avals, params)
+    summed = nbytes(collective_matmul.total(avals, params))
+    own = Operation("matmul_all_reduce", list(avals), summed, found.selection)
+    is_overlapped = found.selection.measured
+    return Decision(mlir.lower_fun(found), lambda: [own], is_overlapped=is_overlapped)
+
+
 # Differentiation. The jvp rule is `collective_matmul.jvp_of_sum`.
 
 
@@ -191,7 +208,7 @@ def _transpose(
 
 matmul_all_reduce_p.register(
     abstract_eval=_abstract_eval,
-    decide=_KIND.decide,
+    decide=_decide,
     jvp=collective_matmul.jvp_of_sum,
     transpose=_transpose,
     batch=partial(collective_matmul.batch_of_sum, _KIND),

@@ -52,7 +52,8 @@ class Decision:
     Attributes:
         lower: (ctx, *operands) -> results: emits it.
         operations: () -> the operations that it runs as, for `explain`.
-        is_overlapped: whether it is one overlapped custom call.
+        is_overlapped: whether it multiplies and communicates in one custom call, and is known to be
+            faster than lax.
     """
 
     lower: Callable[..., Any]

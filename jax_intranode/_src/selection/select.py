@@ -22,7 +22,7 @@ _RESIDENT_THREADS = 512
 
 def digest() -> str:
     """Identifies the tables. Ranks with different tables would select different algorithms."""
-    text = repr((table.TABLE, table.NORMED, generations.GENERATIONS))
+    text = repr((table.TABLE, table.NORMED, table.FEW_ROWS, generations.GENERATIONS))
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
@@ -315,3 +315,56 @@ def select_norm(
     return _lax(
         reasons.ROWS_IN_EPOCH_BUFFER, nbytes=nbytes, ranks=world_size, has=epoch_buffer_bytes
     )
+
+
+def few_rows_limit(hardware: str, operation: str, world_size: int, k: int, n: int) -> int:
+    """The most rows for which a matmul with a matrix [k, n] takes the kernel of few rows; or 0."""
+    found = _few_rows(hardware, operation, world_size, k, n)
+    return 0 if found is None else found.rows
+
+
+def _few_rows(
+    hardware: str, operation: str, world_size: int, k: int, n: int
+) -> table.FewRows | None:
+    rows = table.FEW_ROWS.get((hardware, operation, world_size), ())
+    nbytes = k * n * definitions.item_bytes("bfloat16")
+    return next((row for row in rows if nbytes <= row.nbytes), None)
+
+
+def select_few_rows(
+    operation: str,
+    *,
+    rows: int,
+    k: int,
+    n: int,
+    dtype: str,
+    world_size: int,
+    hardware: str,
+    epoch_buffer_bytes: int,
+    algorithm: str = "auto",
+    topology: str = "fully_connected",
+    mode: str = "",
+    tuned: table.Tuned | None = None,
+) -> Selection:
+    """Selects whether the kernel of few rows runs a matmul with a matrix [k, n].
+
+    If not, the operation is a matmul and perhaps a collective. The other arguments are those of
+    `select`; neither the mode nor a tuning changes anything yet.
+    """
+    del mode, tuned
+    if algorithm == "lax":
+        return _lax(reasons.ALGORITHM_LAX)
+    row = _few_rows(hardware, operation, world_size, k, n)
+    if row is None or rows > row.rows or not definitions.few_rows_fit(rows, k, n):
+        return _lax(reasons.NOT_FEW_ROWS, rows=rows, k=k, n=n)
+    if topology == HYBRID_CUBE_MESH:
+        return _lax(reasons.HYBRID_CUBE_MESH)
+    nbytes = rows * n * definitions.item_bytes(dtype)
+    needed = definitions.epoch_buffer_bytes_needed("few_rows", dtype, nbytes, world_size, 1)
+    if operation == "matmul_all_reduce" and needed > epoch_buffer_bytes:
+        return _lax(
+            reasons.EPOCH_BUFFER, nbytes=nbytes, dtype=dtype, needed=needed, has=epoch_buffer_bytes
+        )
+    source = "" if row.measured else " (not measured)"
+    reason = f"{rows} rows, of at most {row.rows} for {k} x {n} {dtype}{source}"
+    return Selection("few_rows", reason, measured=row.measured)

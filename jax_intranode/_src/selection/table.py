@@ -34,6 +34,21 @@ class Row:
     measured: bool = True
 
 
+@dataclass(frozen=True)
+class FewRows:
+    """Up to `nbytes` of w, matmuls of at most `rows` rows run by the kernel of few rows.
+
+    Attributes:
+        nbytes: bytes of w on a rank.
+        rows: rows of x. For this many and fewer, a row has the same bits whatever others there are.
+        measured: as in `Row`.
+    """
+
+    nbytes: int
+    rows: int
+    measured: bool = True
+
+
 # Rows by process mode, operation, packets and world size.
 RowsByKey = Mapping[tuple[str, str, str, int], tuple[Row, ...]]
 
@@ -263,6 +278,13 @@ TABLE: dict[tuple[str, str, str, str, int], tuple[Row, ...]] = {
     )
     for operation, by_world in operations.items()
     for (packets, world), rows in by_world.items()
+}
+
+# Matmuls of few rows, by hardware, operation and world size, which must be one of these.
+FEW_ROWS: dict[tuple[str, str, int], tuple[FewRows, ...]] = {
+    ("hopper", operation, world): (FewRows(1024 * _MB, 64, measured=False),)
+    for operation in ("matmul_all_reduce", "column_parallel_matmul")
+    for world in range(2, 9)
 }
 
 # The operations that have rows.

@@ -1,0 +1,334 @@
+"""Matmuls of few rows: what takes their kernel, what it computes, and with which bits."""
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from cases import line, random, sharded
+from collective_matmuls import BOTH, N, collectives, over_x, same, with_gradients
+from devices import need_devices, need_gpus
+from jax import lax
+from jax.sharding import PartitionSpec as P
+
+import jax_intranode
+from jax_intranode import column_parallel_matmul, explain, matmul_all_reduce
+from jax_intranode._src import reasons
+from jax_intranode._src.group import partition as partition_lib
+from jax_intranode._src.native import definitions
+from jax_intranode._src.operations import total
+from jax_intranode._src.ops import collective, few_rows, local_matmuls
+from jax_intranode._src.ops.collective import PsumParams, psum_p
+from jax_intranode._src.selection import generations, select, table
+
+MOST = definitions.MOST_FEW_ROWS
+
+# The selection.
+
+
+def selected(rows: int = 1, k: int = 4096, n: int = 4096, **changes: Any) -> select.Selection:
+    facts: dict[str, Any] = {
+        "operation": "matmul_all_reduce",
+        "dtype": "bfloat16",
+        "world_size": 2,
+        "hardware": "hopper",
+        "epoch_buffer_bytes": 1 << 24,
+    } | changes
+    return select.select_few_rows(facts.pop("operation"), rows=rows, k=k, n=n, **facts)
+
+
+def limit(k: int = 4096, n: int = 4096) -> int:
+    return select.few_rows_limit("hopper", "matmul_all_reduce", 2, k, n)
+
+
+def test_up_to_a_limit_all_numbers_of_rows_take_the_kernel() -> None:
+    """The limit follows from the matrix and the group, so a row has one result."""
+    assert 0 < limit() <= MOST
+    for rows in range(1, limit() + 1):
+        assert selected(rows).algorithm == "few_rows"
+    assert f"of at most {limit()} for 4096 x 4096" in selected().reason
+    more = selected(limit() + 1)
+    assert more.algorithm == "lax" and more.cause == reasons.NOT_FASTER
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"hardware": "ampere"},
+        {"hardware": "cpu"},
+        {"algorithm": "lax"},
+        {"k": 4100},
+        {"n": 4100},
+        {"n": 1 << 20, "k": 1 << 20},
+        {"topology": "hybrid_cube_mesh"},
+        {"epoch_buffer_bytes": 2 * 2 * 4096 - 1},
+    ],
+)
+def test_what_does_not_take_the_kernel(changed: dict[str, Any]) -> None:
+    assert selected(**changed).algorithm == "lax"
+
+
+def test_a_slot_for_every_rank_has_to_fit() -> None:
+    assert selected(epoch_buffer_bytes=2 * 2 * 4096).algorithm == "few_rows"
+    column = {"operation": "column_parallel_matmul", "epoch_buffer_bytes": 0}
+    assert selected(**column).algorithm == "few_rows"  # nothing is sent
+
+
+def test_table_is_well_formed() -> None:
+    for (hardware, operation, world), rows in table.FEW_ROWS.items():
+        assert generations.GENERATIONS[hardware].fused is not None
+        assert operation in ("matmul_all_reduce", "column_parallel_matmul")
+        assert 2 <= world <= definitions.MAX_WORLD_SIZE
+        sizes = [row.nbytes for row in rows]
+        assert sizes == sorted(set(sizes)) and all(0 < row.rows <= MOST for row in rows)
+
+
+def test_digest_changes_with_the_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = select.digest()
+    monkeypatch.setattr(table, "FEW_ROWS", {})
+    assert select.digest() != before
+
+
+# Programs, where dots and our psum stand in for the kernel.
+
+
+@pytest.fixture
+def standing_in() -> Iterator[list[tuple[str, int]]]:
+    """Takes the kernel on CPU devices, too. The list gets the operation and rows of each call."""
+    need_devices(2)
+    taken = []
+
+    class StandIn(few_rows.FewRows):
+        def __call__(self, x: Any, w: Any) -> list[Any]:
+            rows = x.size // x.shape[-1]
+            taken.append((self.operation, rows))
+            y = local_matmuls.dot(x, w, x.dtype, None, False)
+            if not self.sums:
+                return [y]
+            size = self.groups.group_size
+            return [lax.psum(y, "x")] if size == 1 else psum(y)
+
+    def psum(y: Any) -> Any:
+        return psum_p.bind(y, params=PsumParams(("x",), False))
+
+    with on_hopper(), mock.patch.object(few_rows, "FewRows", StandIn):
+        yield taken
+
+
+def on_hopper() -> Any:
+    facts = collective.facts_of
+    return mock.patch.object(
+        few_rows.collective, "facts_of", lambda mesh: facts(mesh) | {"hardware": "hopper"}
+    )
+
+
+def bf16(*shape: int, seed: int = 0) -> Any:
+    return random("bfloat16", shape, seed)
+
+
+def summing(lib: Any, check_vma: bool) -> Callable[..., Any]:
+    def body(x: Any, w: Any) -> Any:
+        if lib is jax_intranode:
+            return matmul_all_reduce(x, w, "x")
+        return lax.psum(x @ w, "x")
+
+    return over_x(body, (P(None, None, "x"), P("x")), P(), check_vma)
+
+
+@BOTH
+def test_a_sum_and_its_derivatives(standing_in: list[tuple[str, int]], check_vma: bool) -> None:
+    x, w = bf16(2, 3, 8 * N), bf16(8 * N, 16, seed=1)
+
+    def program(lib: Any) -> Any:
+        f = summing(lib, check_vma)
+
+        def run(x: Any, w: Any) -> Any:
+            tangents = jax.jvp(f, (x, w), (x, w))
+            batch = jax.vmap(f, (0, None))(jnp.stack([x, -x]), w)
+            return with_gradients(f, (0, 1))(x, w), tangents, batch
+
+        return jax.jit(run)
+
+    same(program(jax_intranode)(x, w), program(lax)(x, w), 0.02)
+    # Forward and as a batch. The tangent has two terms, which is no matmul of few rows.
+    assert set(standing_in) == {("matmul_all_reduce", 6), ("matmul_all_reduce", 12)}
+
+
+@pytest.mark.parametrize(
+    "x_shape, w_shape, dtype",
+    [
+        ((MOST + 1, 8), (8, 16), "bfloat16"),
+        ((1, 4), (4, 16), "bfloat16"),
+        ((1, 8), (8, 12), "bfloat16"),
+        ((1, 8), (8, 16), "float32"),
+    ],
+)
+def test_other_sums(
+    standing_in: list[tuple[str, int]], x_shape: Any, w_shape: Any, dtype: str
+) -> None:
+    """What the kernel can't multiply stays a matmul and a psum."""
+    x, w = random(dtype, x_shape, 0), random(dtype, w_shape, 1)
+    f = over_x(lambda x, w: matmul_all_reduce(x, w, "x"), (P(), P()), P(), False)
+    jax.jit(f)(x, w)
+    assert not standing_in
+
+
+def test_other_dtype_of_the_result(standing_in: list[tuple[str, int]]) -> None:
+    def body(x: Any, w: Any) -> Any:
+        return matmul_all_reduce(x, w, "x", preferred_element_type="float32")
+
+    found = jax.jit(over_x(body, (P(), P()), P(), False))(bf16(2, 8), bf16(8, 16))
+    assert found.dtype == "float32" and not standing_in
+
+
+@BOTH
+def test_columns_and_their_derivatives(standing_in: list[tuple[str, int]], check_vma: bool) -> None:
+    """Where JAX sums the gradient of x itself, the kernel is taken, too."""
+    x, w, v = bf16(3, 8), bf16(8, 16 * N, seed=1), bf16(8, 4 * N, seed=2)
+
+    def program(multiply: Any) -> Any:
+        f = over_x(multiply, (P(), P(None, "x"), P(None, "x")), P(None, "x"), check_vma)
+
+        def run(*args: Any) -> Any:
+            batch = jax.vmap(f, (0, None, None))(jnp.stack([x, -x]), *args[1:])
+            return with_gradients(f, (0, 1, 2))(*args), batch
+
+        return jax.jit(run)
+
+    ours = program(lambda x, w, v: column_parallel_matmul(x, [w, v], "x"))
+    same(ours(x, w, v), program(lambda x, w, v: [x @ w, x @ v])(x, w, v), 0.02)
+    # v has 4 columns on each rank.
+    assert set(standing_in) == {("column_parallel_matmul", rows) for rows in (3, 6)}
+
+
+def test_columns_of_global_arrays(standing_in: list[tuple[str, int]]) -> None:
+    x, w = bf16(3, 8), bf16(8, 16 * N, seed=1)
+    f = with_gradients(lambda x, w: column_parallel_matmul(x, w, "x", mesh=line(N)), (0, 1))
+    same(jax.jit(f)(x, w), jax.jit(with_gradients(lambda x, w: x @ w, (0, 1)))(x, w), 0.02)
+    assert standing_in == [("column_parallel_matmul", 3)]
+
+
+def test_explain(standing_in: list[tuple[str, int]]) -> None:
+    (call,) = explain(summing(jax_intranode, False))(bf16(1, 1, 8 * N), bf16(8 * N, 16))
+    assert (call.operation, call.algorithm) == ("matmul_all_reduce", "few_rows")
+    assert call.reason.startswith("1 rows, of at most ") and call.nbytes == 2 * 16
+
+
+@pytest.mark.parametrize("measured", [True, False])
+def test_unedited_programs_take_what_is_measured(
+    standing_in: list[tuple[str, int]], monkeypatch: pytest.MonkeyPatch, measured: bool
+) -> None:
+    rows = {
+        key: tuple(dataclasses.replace(row, measured=measured) for row in rows)
+        for key, rows in table.FEW_ROWS.items()
+    }
+    monkeypatch.setattr(table, "FEW_ROWS", rows)
+
+    def body(heads: Any, w: Any) -> Any:
+        return lax.psum(heads.reshape(2, -1) @ w, "x")
+
+    heads, w = bf16(2, 4 * N, 8), bf16(32 * N, 16, seed=1)
+    f = over_x(body, (P(None, "x"), P("x")), P(), False)
+    wanted = jax.jit(f)(heads, w)
+    with jax_intranode.accelerate():
+        same(jax.jit(f)(heads, w), wanted, 0.02)
+    assert standing_in == ([("matmul_all_reduce", 2)] if measured else [])
+
+
+@pytest.mark.parametrize("operation", ["matmul_all_reduce", "column_parallel_matmul"])
+def test_lowered_call(operation: str) -> None:
+    """What XLA gets: one call, whose attributes are the same in all processes."""
+    need_devices(2)
+    mesh = line(N)
+
+    def find(site: Any, operation: str, axes: Any, operands: Any, how: Any) -> few_rows.FewRows:
+        groups = partition_lib.partition(mesh, tuple(axes))
+        return few_rows.FewRows(operation, groups, select.Selection("few_rows", ""))
+
+    def body(x: Any, w: Any) -> Any:
+        return getattr(jax_intranode, operation)(x, w, "x")
+
+    out = P() if operation == "matmul_all_reduce" else P(None, "x")
+    f = sharded(body, mesh, (P(), P()), out, False)
+    with mock.patch.object(few_rows, "find", find):
+        lowered = jax.jit(f).lower(bf16(3, 8), bf16(8, 16))
+        assert collectives(f, bf16(3, 8), bf16(8, 16)) == {"few_rows": 1}
+    text = lowered.as_text()
+    assert "dot_general" not in text and "@jax_intranode_few_rows" in text
+    assert f"sums = {int(operation == 'matmul_all_reduce')} : i32" in text
+
+
+# The kernel.
+
+
+def need_hopper() -> None:
+    need_gpus()
+    need_devices(2)
+    kind = jax.devices()[0].device_kind
+    if generations.hardware_of("gpu", kind) != "hopper":
+        pytest.skip(f"the kernel of few rows is for Hopper GPUs; this is {kind}")
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("k, n", [(1024, 4096), (4096, 3072), (1000, 1032), (72, 8)])
+def test_values_on_gpus(k: int, n: int, dtype: str) -> None:
+    """Products are those of float64, but for rounding; sums are those of products, to the bit.
+
+    A row alone has the bits of the row in a batch.
+    """
+    need_hopper()
+    x, w = random(dtype, (MOST, k * N), 0), random(dtype, (k * N, n), 1)
+
+    def run(operation: str, x: Any) -> np.ndarray:
+        def body(x: Any, w: Any) -> Any:
+            y = getattr(jax_intranode, operation)(x, w, "x")
+            return y[None]
+
+        f = over_x(body, (P(None, "x"), P("x")), P("x"), False)
+        text = jax.jit(f).lower(x, w).as_text()
+        assert "jax_intranode_few_rows" in text
+        return np.asarray(jax.jit(f)(x, w))
+
+    products = run("column_parallel_matmul", x)
+    xs, ws = (np.asarray(v, np.float64) for v in (x, w))
+    for rank, product in enumerate(products):
+        columns = slice(rank * k, (rank + 1) * k)
+        exact = xs[:, columns] @ ws[columns]
+        bound = k * 2.0**-24 * (abs(xs[:, columns]) @ abs(ws[columns]))
+        ulp = 2.0 ** (-8 if dtype == "bfloat16" else -11)
+        error = abs(product.astype(np.float64) - exact)
+        assert (error <= bound + (abs(exact) + bound) * ulp + 1e-7).all()
+    wanted = total(products)
+    for rows in (1, 2, 3, 8, 15, 16, 17, 32, 33, MOST):
+        sums = run("matmul_all_reduce", x[:rows])
+        for found in sums:
+            np.testing.assert_array_equal(found.view("uint16"), wanted[:rows].view("uint16"))
+    (alone, *_) = run("matmul_all_reduce", x[MOST - 1 :])
+    np.testing.assert_array_equal(alone.view("uint16"), wanted[MOST - 1 :].view("uint16"))
+
+
+def test_many_calls_in_a_program_on_gpus() -> None:
+    """Sums follow each other, and other collectives, in eager, captured and replayed executions."""
+    need_hopper()
+
+    def body(x: Any, w: Any) -> Any:
+        for _ in range(5):
+            x = matmul_all_reduce(x, w, "x") / 8
+            x = jax_intranode.psum(x, "x") / N
+        return x
+
+    def plain(x: Any, w: Any) -> Any:
+        for _ in range(5):
+            x = lax.psum(x @ w, "x") / 8
+            x = lax.psum(x, "x") / N
+        return x
+
+    w = bf16(256, 256, seed=1)
+    ours, lax_s = (jax.jit(over_x(f, (P(), P()), P(), False)) for f in (body, plain))
+    for seed in range(6):
+        x = bf16(1 + seed % 2 * 16, 256, seed=seed)
+        same(ours(x, w), lax_s(x, w), 0.05)

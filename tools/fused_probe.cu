@@ -9,7 +9,8 @@
 //
 //   nvcc -std=c++20 -O3 -gencode arch=compute_90a,code=sm_90a -I xla_ffi/cuda -o fused_probe \
 //       tools/fused_probe.cu
-//       xla_ffi/cuda/{fused_matmul.cc,fused_bf16.cu,fused_f16.cu,slab.cu,tensor_map.cc,cublas_lt.cc} -ldl
+//       xla_ffi/cuda/{fused_matmul.cc,fused_bf16.cu,fused_f16.cu,slab.cu,tensor_map.cc,cublas_lt.cc}
+//       -ldl
 //   ./fused_probe RANKS check
 //   ./fused_probe RANKS all_gather_matmul|matmul_reduce_scatter M,K,N[,SETTLE_MS[,LINK_GB_S]] \
 //       PLAN ...

@@ -249,7 +249,7 @@ inline size_t EpochBufferBytesNeeded(Algorithm algorithm, ElementType type, size
   packs = SegmentPacks(algorithm, packs, size, segments);
   const size_t packet = PacketBytes(type), n = size;
   if (algorithm == Algorithm::kPermute) return packs * packet;
-  if (algorithm == Algorithm::kFewRows) return n * packs * packet;  // an own slot, too
+  if (algorithm == Algorithm::kFewRows) return n * packs * packet;   // an own slot, too
   if (algorithm == Algorithm::kRagged) return 2 * (n - 1) * packet;  // at least (ragged.h)
   // A slot for each rank of a quad, and one for a sum (hybrid_cube_mesh.h).
   if (algorithm == Algorithm::kHybridCubeMesh) {

@@ -29,8 +29,8 @@
 //   The argument does not depend on size, type, algorithm or number of blocks, so these may change
 //   from one operation to the next. It needs three things: ranks call the same operations in the
 //   same order, one at a time on each rank (the busy words detect most overlaps), and operation e
-//   ends before e + 1 begins (stream order; no programmatic dependent launch but that of few_rows.h,
-//   inside of an operation).
+//   ends before e + 1 begins (stream order; no programmatic dependent launch but that of
+//   few_rows.h, inside of an operation).
 //
 //   A block waits only for the blocks of the same number on the other ranks, and so does the one
 //   that checks the operation, which comes first (same_operation.h). So a grid need not fit on the

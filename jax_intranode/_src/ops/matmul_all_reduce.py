@@ -48,15 +48,16 @@ def matmul_all_reduce(
 
     ``jax.lax.psum(x @ w, axis_name)``: the second matmul of a tensor-parallel layer.
 
-    On Hopper GPUs up to 64 rows (the product of all dimensions of x but the last) of bfloat16 or
-    float16, with K and N that are multiples of 8, run by a kernel that reads w about as fast as the
-    memory allows, and sums. A row of the result then has the same bits alone and among others.
+    On Hopper GPUs a kernel multiplies and sums up to 64 rows (the product of all dimensions of x
+    but the last) of bfloat16 or float16, with K and N that are multiples of 8. It reads w about as
+    fast as the memory allows, and a row of the result has the same bits alone and among others.
 
     Wherever ``matmul_reduce_scatter`` of the same rows would be overlapped, it runs as that, with
     an all-gather of the result: on Hopper GPUs, for bfloat16 and float16, for K and N that are
-    multiples of 8, and for a number of rows that is a multiple of the number of ranks. Elsewhere an all-reduce follows the matmul. The all-gather
-    and the all-reduce are those of this package or those of ``jax.lax``, as for calls of
-    ``all_gather`` and ``psum``. `explain` says how a call runs, and why.
+    multiples of 8, and for a number of rows that is a multiple of the number of ranks. Elsewhere an
+    all-reduce follows the matmul. The all-gather and the all-reduce are those of this package or
+    those of ``jax.lax``, as for calls of ``all_gather`` and ``psum``. `explain` says how a call
+    runs, and why.
 
     Each rank's product, its own too, is rounded to the result's dtype. The rounded products are
     summed as by ``psum``, in rank order. Overlapped products accumulate in float32; others are

@@ -106,8 +106,8 @@ class ColumnParams(MatmulParams):
     """Parameters of `column_parallel_matmul_p`.
 
     Attributes:
-        sums: whether the gradient of x is summed over the ranks. JAX does that itself where it does
-            not check what varies over which axes, and nobody where x differs between ranks.
+        sums: whether the transpose sums the gradient of x over the ranks. Under check_vma=False JAX
+            sums it, and nobody does where x differs between the ranks.
     """
 
     sums: bool = True

@@ -1,6 +1,5 @@
 """Matmuls of few rows: what takes their kernel, what it computes, and with which bits."""
 
-import dataclasses
 from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
@@ -75,7 +74,19 @@ def test_what_does_not_take_the_kernel(changed: dict[str, Any]) -> None:
 def test_a_slot_for_every_rank_has_to_fit() -> None:
     assert selected(epoch_buffer_bytes=2 * 2 * 4096).algorithm == "few_rows"
     column = {"operation": "column_parallel_matmul", "epoch_buffer_bytes": 0}
-    assert selected(**column).algorithm == "few_rows"  # nothing is sent
+    assert selected(n=2048, **column).algorithm == "few_rows"  # nothing is sent
+
+
+def test_what_was_faster() -> None:
+    """Sums of up to 64 rows with matrices of up to 64 MB, and one row with a matrix of 16 MB."""
+    for k, n in ((2048, 4096), (7168, 4096), (4096, 8192), (1024, 4096)):
+        assert limit(k, n) == 64
+    assert limit(4096, 8200) == 0
+    column = {"operation": "column_parallel_matmul"}
+    assert selected(1, 4096, 2048, **column).measured
+    for rows, n in ((2, 2048), (1, 7168)):
+        assert selected(rows, 4096, n, **column).algorithm == "lax"
+    assert selected(world_size=4).algorithm == "lax"
 
 
 def test_table_is_well_formed() -> None:
@@ -96,10 +107,18 @@ def test_digest_changes_with_the_rows(monkeypatch: pytest.MonkeyPatch) -> None:
 # Programs, where dots and our psum stand in for the kernel.
 
 
+def any_rows(measured: bool = True) -> Any:
+    """A table in which all matmuls of few rows take the kernel."""
+    operations = ("matmul_all_reduce", "column_parallel_matmul")
+    row = table.FewRows(1 << 40, MOST, measured)
+    return {("hopper", name, world): (row,) for name in operations for world in range(2, 9)}
+
+
 @pytest.fixture
-def standing_in() -> Iterator[list[tuple[str, int]]]:
+def standing_in(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[str, int]]]:
     """Takes the kernel on CPU devices, too. The list gets the operation and rows of each call."""
     need_devices(2)
+    monkeypatch.setattr(table, "FEW_ROWS", any_rows())
     taken = []
 
     class StandIn(few_rows.FewRows):
@@ -222,11 +241,7 @@ def test_explain(standing_in: list[tuple[str, int]]) -> None:
 def test_unedited_programs_take_what_is_measured(
     standing_in: list[tuple[str, int]], monkeypatch: pytest.MonkeyPatch, measured: bool
 ) -> None:
-    rows = {
-        key: tuple(dataclasses.replace(row, measured=measured) for row in rows)
-        for key, rows in table.FEW_ROWS.items()
-    }
-    monkeypatch.setattr(table, "FEW_ROWS", rows)
+    monkeypatch.setattr(table, "FEW_ROWS", any_rows(measured))
 
     def body(heads: Any, w: Any) -> Any:
         return lax.psum(heads.reshape(2, -1) @ w, "x")
@@ -239,14 +254,40 @@ def test_unedited_programs_take_what_is_measured(
     assert standing_in == ([("matmul_all_reduce", 2)] if measured else [])
 
 
+def in_scan(multiply: Callable[..., Any]) -> Callable[..., Any]:
+    """Layers of equal shapes, whose weights are stacked."""
+
+    def body(x: Any, ws: Any) -> Any:
+        return lax.scan(lambda x, w: (multiply(x, w), None), x, ws)[0]
+
+    return over_x(body, (P(), P()), P(), False)
+
+
+@pytest.mark.parametrize(
+    "multiply",
+    [
+        lambda x, w: matmul_all_reduce(x, w, "x"),
+        jax.checkpoint(lambda x, w: matmul_all_reduce(x, w, "x")),
+        lambda x, w: lax.fori_loop(0, 2, lambda _, x: column_parallel_matmul(x, w, "x"), x),
+        lambda x, w: lax.psum(x @ w, "x"),
+    ],
+)
+def test_not_in_loops(standing_in: list[tuple[str, int]], multiply: Callable[..., Any]) -> None:
+    """XLA would copy each layer's weights for the kernel."""
+    args = bf16(2, 8), bf16(3, 8, 8, seed=1)
+    with jax_intranode.accelerate():
+        jax.jit(in_scan(multiply))(*args)
+    assert not standing_in
+
+
 @pytest.mark.parametrize("operation", ["matmul_all_reduce", "column_parallel_matmul"])
 def test_lowered_call(operation: str) -> None:
     """What XLA gets: one call, whose attributes are the same in all processes."""
     need_devices(2)
     mesh = line(N)
 
-    def find(site: Any, operation: str, axes: Any, operands: Any, how: Any) -> few_rows.FewRows:
-        groups = partition_lib.partition(mesh, tuple(axes))
+    def find(site: Any, operation: str, operands: Any, params: Any) -> few_rows.FewRows:
+        groups = partition_lib.partition(mesh, params.axes)
         return few_rows.FewRows(operation, groups, select.Selection("few_rows", ""))
 
     def body(x: Any, w: Any) -> Any:
@@ -275,12 +316,13 @@ def need_hopper() -> None:
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("k, n", [(1024, 4096), (4096, 3072), (1000, 1032), (72, 8)])
-def test_values_on_gpus(k: int, n: int, dtype: str) -> None:
+def test_values_on_gpus(k: int, n: int, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Products are those of float64, but for rounding; sums are those of products, to the bit.
 
     A row alone has the bits of the row in a batch.
     """
     need_hopper()
+    monkeypatch.setattr(table, "FEW_ROWS", any_rows())
     x, w = random(dtype, (MOST, k * N), 0), random(dtype, (k * N, n), 1)
 
     def run(operation: str, x: Any) -> np.ndarray:

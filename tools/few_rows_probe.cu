@@ -114,7 +114,7 @@ std::string Text(const FewRowsPlan& plan) {
 
 // Ways to divide a matmul, first the one that is used.
 std::vector<FewRowsPlan> Plans(int k, int n) {
-  std::vector<FewRowsPlan> plans{FewRowsPlanOf(k, n)};
+  std::vector<FewRowsPlan> plans{FewRowsPlanOf(1, k, n)};
   const int64_t tiles = DivideUp(n, kFewRowsColumns);
   for (int split = 1; split <= std::min<int64_t>(8, DivideUp(k, kTileDepth)); ++split) {
     for (const int per_sm : {1, 2, 3}) {
@@ -265,7 +265,7 @@ class Probe {
       Fill<BF16><<<256, 256, 0, stream>>>(x, 64 * k, ++seed_, 1.f);
       Fill<BF16><<<1024, 256, 0, stream>>>(w, size_t{1} * k * n, ++seed_, 0.05f);
       const FewRowsCall call{ElementType::kBF16, 64, k, n, x, w, y};
-      LaunchFewRows(call, FewRowsPlanOf(k, n), nullptr, stream);
+      LaunchFewRows(call, FewRowsPlanOf(64, k, n), nullptr, stream);
       Synchronize();
       wrong += Count(
           [&](unsigned long long* at) { Compare<BF16><<<dim3(n / 128, 64), 128>>>(call, at); });
@@ -277,7 +277,7 @@ class Probe {
   // Runs sums as parts of larger graphs.
   void Graphs() {
     const int k = 2048, n = 4096, m = 16;
-    const FewRowsPlan plan = FewRowsPlanOf(k, n);
+    const FewRowsPlan plan = FewRowsPlanOf(m, k, n);
     std::vector<uint16_t*> x, w, y;
     for (int r = 0; r < count(); ++r) {
       Check(cudaSetDevice(ranks_[r].device));

@@ -35,15 +35,16 @@ struct FewRowsPlan {
   int blocks_per_sm;  // whose memory they share
 };
 
-// The plan of a matrix [k, n]. It depends on nothing else: see above. Measured on H100s
-// (tools/few_rows_probe.cu), where one wave of blocks was the fastest, and where clusters of 4 and
-// more blocks don't fill the GPU with one block on each SM.
-inline FewRowsPlan FewRowsPlanOf(int64_t k, int64_t n) {
+// The plan of m rows and a matrix [k, n]. The split depends on k and n alone: see above. Measured
+// between 2 H100s (tools/few_rows_probe.cu): clusters take time, which short K don't make up for,
+// and clusters of 4 and more don't fill the GPU with one block on each SM.
+inline FewRowsPlan FewRowsPlanOf(int64_t m, int64_t k, int64_t n) {
   constexpr int64_t kSms = 132;
-  const int64_t tiles = DivideUp(n, kFewRowsColumns);
-  int64_t split = tiles >= 120 ? 1 : tiles >= 60 ? 2 : DivideUp(150, tiles);
-  split = std::min({split, int64_t{8}, DivideUp(k, kTileDepth)});
-  return {static_cast<int>(split), split > 2 || split * tiles > kSms ? 2 : 1};
+  const int64_t tiles = DivideUp(n, kFewRowsColumns), chunks = DivideUp(k, kTileDepth);
+  int64_t split = 1;
+  if (tiles < 100 && (tiles < 60 || chunks > 48)) split = tiles < 60 ? DivideUp(150, tiles) : 2;
+  split = std::min({split, int64_t{8}, chunks});
+  return {static_cast<int>(split), split > 2 || split * tiles > kSms || m <= 16 ? 2 : 1};
 }
 
 // Enqueues the matmul, and the sum if there is a `group`; may be captured. Throws CUDA's errors.

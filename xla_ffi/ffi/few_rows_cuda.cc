@@ -79,7 +79,8 @@ ffi::Error LaunchCall(cudaStream_t stream, const FewRowsSite& site, DeviceGroup 
   if (ffi::Error error = Collect(site, group, args, rets, &call); error.failure()) return error;
   group.site = site.number;
   try {
-    LaunchFewRows(call, FewRowsPlanOf(call.k, call.n), site.sums ? &group : nullptr, stream);
+    LaunchFewRows(call, FewRowsPlanOf(call.m, call.k, call.n), site.sums ? &group : nullptr,
+                  stream);
   } catch (const std::exception& failure) {
     return ffi::Error::Internal(failure.what());
   }

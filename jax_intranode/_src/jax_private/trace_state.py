@@ -17,6 +17,21 @@ def check_vma() -> bool:
     return bool(config._check_vma.value)
 
 
+def in_loop() -> bool:
+    """Whether this is traced in the body of a scan, a fori_loop or a while_loop.
+
+    0.10.2 and later: the traces know what they are for. One that a ``jax.jit`` inside of the body
+    has cached does not know it.
+    """
+    trace = core.trace_ctx.trace
+    while trace is not None:
+        debug_info = getattr(getattr(trace, "frame", None), "debug_info", None)
+        if getattr(debug_info, "traced_for", None) in ("scan", "fori_loop", "while_body"):
+            return True
+        trace = getattr(trace, "parent_trace", None)
+    return False
+
+
 def axis_is_bound(axis: Any) -> bool:
     """Whether shard_map, vmap or pmap has bound an axis of this name here.
 

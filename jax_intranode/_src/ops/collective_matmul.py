@@ -96,9 +96,12 @@ class AllReduceMatmulParams(SumMatmulParams):
 
     Attributes:
         invariant: as in `collective.PsumParams`.
+        in_loop: whether it is in the body of a loop. There w may be a slice of the weights of all
+            layers, which XLA copies for a custom call of few rows, but not for its own matmul.
     """
 
     invariant: bool = False
+    in_loop: bool = False
 
 
 @dataclass(frozen=True)
@@ -108,9 +111,11 @@ class ColumnParams(MatmulParams):
     Attributes:
         sums: whether the transpose sums the gradient of x over the ranks. Under check_vma=False JAX
             sums it, and nobody does where x differs between the ranks.
+        in_loop: as in `AllReduceMatmulParams`.
     """
 
     sums: bool = True
+    in_loop: bool = False
 
 
 @dataclass(frozen=True)

@@ -136,7 +136,7 @@ def column_parallel_matmul(
     def of_ranks(x: Any, *ws: Any, reason: str | None) -> list[Any]:
         over = jax.typeof(x).manual_axis_type.varying
         sums = trace_state.check_vma() and not over.intersection(call.axes)
-        params = call.params(ColumnParams, 0, sums=sums)
+        params = call.params(ColumnParams, 0, sums=sums, in_loop=trace_state.in_loop())
         if not sums and not any(few_rows.may_be_few((x, w), *params.how) for w in ws):
             return _products(x, *ws, params=params)
         reason = reason or matmul_arguments.reason_for_lax("psum", call.axes, [x, *ws], ws, x.dtype)
@@ -187,8 +187,7 @@ def _abstract_eval(x: Any, *ws: Any, params: ColumnParams) -> list[Any]:
 
 def _decide(site: LoweringSite, avals: Sequence[Any], params: ColumnParams) -> Decision:
     found = [
-        few_rows.find(site, "column_parallel_matmul", params.axes, (avals[0], w), params.how)
-        for w in avals[1:]
+        few_rows.find(site, "column_parallel_matmul", (avals[0], w), params) for w in avals[1:]
     ]
 
     def products(x: Any, *ws: Any) -> list[Any]:

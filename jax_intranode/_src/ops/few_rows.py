@@ -63,15 +63,16 @@ def may_be_few(operands: Sequence[Any], dtype: Any, precision: Any, transposed: 
 
 
 def find(
-    site: LoweringSite, operation: str, axes: Sequence[str], operands: Sequence[Any], how: Any
+    site: LoweringSite, operation: str, operands: Sequence[Any], params: Any
 ) -> FewRows | None:
     """The matmul of x and w as one custom call; None if it does not run as that.
 
-    `how`: the last arguments of `local_matmuls.dot`. If it may run as that, the processes of the
-    mesh rendezvous here, unless they have before.
+    If it may run as that, the processes of the mesh rendezvous here, unless they have before.
     """
-    mesh = site.mesh
-    if not may_be_few(operands, *how) or mesh is None or site.reason_for_lax() is not None:
+    mesh, axes = site.mesh, params.axes
+    if params.in_loop or not may_be_few(operands, *params.how):
+        return None
+    if mesh is None or site.reason_for_lax() is not None:
         return None
     x, w = operands
     rows, (k, n) = math.prod(x.shape[:-1]), w.shape

@@ -113,7 +113,8 @@ def of_call(call: MatmulCall) -> Any:
         reason = reason or matmul_arguments.reason_for_lax(
             "psum", call.axes, [x, w], [x, w], call.dtype
         )
-        params = call.params(AllReduceMatmulParams, 0, invariant=trace_state.check_vma())
+        invariant, in_loop = trace_state.check_vma(), trace_state.in_loop()
+        params = call.params(AllReduceMatmulParams, 0, invariant=invariant, in_loop=in_loop)
         return _KIND.bind_or_fall_back([x, w], params, reason)
 
     def specs(of_global: GlobalCall, rows: list[Any]) -> tuple[Any, Any, list[Any]]:
@@ -180,7 +181,7 @@ _KIND = collective_matmul.Kind(
 
 def _decide(site: LoweringSite, avals: Sequence[Any], params: AllReduceMatmulParams) -> Decision:
     """A matmul of few rows and its sum are one custom call."""
-    found = few_rows.find(site, "matmul_all_reduce", params.axes, avals, params.how)
+    found = few_rows.find(site, "matmul_all_reduce", avals, params)
     if found is None:
         return _KIND.decide(site, avals, params)
     summed = nbytes(collective_matmul.total(avals, params))

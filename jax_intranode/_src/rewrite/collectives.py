@@ -20,6 +20,7 @@ from jax_intranode._src.jax_private import (
 from jax_intranode._src.operations import RECORDS
 from jax_intranode._src.ops import fallback, ppermute
 from jax_intranode._src.ops.collective import Params
+from jax_intranode._src.ops.collective_matmul import AllReduceMatmulParams
 from jax_intranode._src.ops.lowering_site import LoweringSite
 from jax_intranode._src.ops.primitive import BY_OPERATION, OpPrimitive
 from jax_intranode._src.rewrite import agreement, mode
@@ -53,12 +54,15 @@ class Body:
         self.site = site
         self.params = params
         self.reason = reason
+        self.in_loop = False  # whether the equations at hand are in the body of a loop
         self.decisions: list[Decision] = []
         # Why the selection leaves a choice to lax, by the choice and the types of its operands.
         self.selected: dict[Any, str | None] = {}
 
     def is_overlapped(self, operation: OpPrimitive, avals: Sequence[Any], params: Any) -> bool:
         """Whether such a call would be one overlapped custom call."""
+        if self.in_loop and isinstance(params, AllReduceMatmulParams):
+            params = dataclasses.replace(params, in_loop=True)
         return operation.decide(self.site, avals, params).is_overlapped
 
     def taken(self) -> int:

@@ -66,8 +66,15 @@ class Rewriter(jaxpr_edit.JaxprRewriter):
             if jaxpr_walk.may_run_jaxprs(equation):
                 self._leave_inside(equation)
         # An equation that stays is the same object, so that its choice is found.
-        equations = [jaxpr_edit.replaced_inside(e, self.rewrite) for e in equations]
+        equations = [self._rewritten_inside(e) for e in equations]
         return sums.issue(equations, choices, self.body)
+
+    def _rewritten_inside(self, equation: Any) -> Any:
+        body, outside = self.body, self.body.in_loop
+        body.in_loop = outside or equation.primitive.name in ("scan", "while")
+        found = jaxpr_edit.replaced_inside(equation, self.rewrite)
+        body.in_loop = outside
+        return found
 
     def _leave_inside(self, equation: Any) -> None:
         """Records what is left in the jaxprs of an equation that are not rewritten."""
@@ -141,7 +148,7 @@ class _Matmuls:
 
     def _trace(self, operation: Operation, avals: list[Any]) -> Jaxpr | None:
         """The operation as a jaxpr; None if it would not be overlapped."""
-        key = operation, tuple(avals)
+        key = operation, tuple(avals), self._body.in_loop
         if key not in self._traced:
             body, jaxpr = self._body, None
             its_avals = operation.avals(avals)

@@ -84,9 +84,9 @@ def column_parallel_matmul(
 
     Without `gather_axis` x is the same on all ranks. The matmul sends nothing, and one
     ``matmul_all_reduce`` computes the gradient of x. Between two Hopper GPUs one row, with up to
-    16 MB of w on each rank, has the kernel of ``matmul_all_reduce``. With `gather_axis` the ranks have divided that dimension of x
-    (sequence parallelism). Then this is `all_gather_matmul`, whose documentation also says how it
-    differentiates and what is kept for the backward pass.
+    16 MB of w on each rank, has the kernel of ``matmul_all_reduce``. With `gather_axis` the ranks
+    have divided that dimension of x (sequence parallelism). Then this is `all_gather_matmul`, whose
+    documentation also says how it differentiates and what is kept for the backward pass.
 
     XLA reshards global operands that are sharded in another way than below, for instance weights
     that are sharded over `batch_axes`, too. Refused is only an operand of Explicit axes whose type

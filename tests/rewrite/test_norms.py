@@ -302,7 +302,7 @@ def test_with_a_tuned_row_it_is_taken_up_to_its_size() -> None:
 @pytest.mark.parametrize(
     ("ranks", "mode", "dtype", "rows", "hidden", "is_fused"),
     [
-        (2, "multi", "bfloat16", 1, 4096, True),
+        (2, "multi", "bfloat16", 1, 8192, True),
         (2, "multi", "bfloat16", 16, 8192, True),
         (2, "multi", "bfloat16", 64, 8192, True),
         (2, "multi", "bfloat16", 65, 8192, False),
@@ -337,3 +337,23 @@ def test_decoding_takes_the_norms_that_were_measured_on_gpus(
     ):
         found = operations(sharded(step, line(ranks), specs, P(), check_vma=True), *operands)
     assert found.count("psum_residual_rms_norm") == (2 if is_fused else 0), found
+
+
+def test_a_matmul_of_few_rows_takes_its_sum_before_a_norm_does() -> None:
+    """It gains more. A matrix of 64 MB takes the kernel, the next larger one does not."""
+    need_devices(2)
+    facts = {"hardware": "hopper", "mode": "multi", "tuned": None}
+
+    def step(h: Any, w: Any, x: Any, down: Any) -> Any:
+        return rms_llama(h + lax.psum(x @ down, "x"), w, None)
+
+    def found(k: int) -> list[str]:
+        shapes = (1, 8192), (8192,), (1, 2 * k), (2 * k, 8192)
+        operands = [jax.ShapeDtypeStruct(shape, "bfloat16") for shape in shapes]
+        specs = P(), P(), P(None, "x"), P("x")
+        with mock.patch.object(collective, "facts_of", lambda mesh: facts):
+            f = sharded(step, line(2), specs, P(), check_vma=True)
+            return operations(f, *operands)
+
+    assert found(4096) == ["matmul_all_reduce"]
+    assert found(4104) == ["psum_residual_rms_norm"]

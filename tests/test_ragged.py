@@ -234,6 +234,27 @@ def test_operand_and_output_may_be_the_same_array() -> None:
     np.testing.assert_array_equal(found[:, 1], 2 * x)
 
 
+@pytest.mark.parametrize(
+    ("table", "batch", "value"), [(0, 1, -1), (0, 0, 3), (2, 1, -1), (2, 0, 4)]
+)
+def test_bad_tables_in_a_batch_are_failures(table: int, batch: int, value: int) -> None:
+    """A row before or behind those of a batch is no row of the batch next to it."""
+    need_cpu()
+    tables = [np.stack([t, t], 1) for t in TABLES]
+    operand, output = (np.stack([x, x], 1) for x in (OPERAND, OUTPUT))
+
+    def body(*xs: Any) -> Any:
+        call = partial(jax_intranode.ragged_all_to_all, axis_name="x")
+        return jax.vmap(call)(*(x[0] for x in xs))[None]
+
+    f = jax.jit(sharded(body, line(2), P("x"), P("x")))
+    good = f(operand, output, *tables)
+    np.testing.assert_array_equal(good, np.stack([RESULT, RESULT], 1))
+    tables[table][1, batch, 0] = value
+    with pytest.raises(Exception, match="from rank 1 to rank 0 has 1 rows .*2147483647 of an"):
+        jax.block_until_ready(f(operand, output, *tables))
+
+
 # Gradients.
 
 

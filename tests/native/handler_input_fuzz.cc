@@ -227,7 +227,7 @@ int main(int argc, char** argv) {
   const int i = rounds, algorithm = 0;
   // No matmul, no hybrid cube mesh, no permute, which needs its sources, and no ragged all-to-all,
   // which needs tables and the memory of an operand for its result.
-  CHECK(ran.size() == kCount - 5);
+  CHECK(ran.size() == kCount - 6);
   printf("done\n");
   fflush(stdout);
   _Exit(0);  // threads of the groups go on

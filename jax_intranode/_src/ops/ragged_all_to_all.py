@@ -448,11 +448,16 @@ def _batch(
         reason = fallback.reason_of_hidden_axis(name)
         with fallback.to_lax(ragged_all_to_all_p.operation, reason):
             return jax.vmap(by_lax, axis_name=name, axis_size=size)(*xs), [0]
-    starts, sizes, places, expected = xs[moving:]
-    batch = jnp.arange(size)[:, None]
-    in_rows = xs[0].shape[1] if moving == 2 else params.rows
-    out_rows = xs[moving - 1].shape[1]
-    starts, places = starts + batch * in_rows, places + batch * out_rows
+    starts, sizes, places, expected = map(_int32, xs[moving:])
+
+    def behind(first: Any, rows: int) -> Any:
+        """The first rows in all batches. What is outside of its own batch stays outside of all."""
+        inside = (first >= 0) & (first <= rows - sizes)
+        at = first + jnp.arange(size, dtype=np.int32)[:, None] * rows
+        return jnp.where(inside, at, np.iinfo(np.int32).max)
+
+    starts = behind(starts, xs[0].shape[1] if moving == 2 else params.rows)
+    places = behind(places, xs[moving - 1].shape[1])
     tables = [x.T.reshape(-1) for x in (starts, sizes, places, expected)]
     moved = [x.reshape(-1, *x.shape[2:]) for x in xs[:moving]]
     its_params = replace(params, rows=params.rows * size)

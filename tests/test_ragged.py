@@ -251,7 +251,7 @@ def test_bad_tables_in_a_batch_are_failures(table: int, batch: int, value: int) 
     good = f(operand, output, *tables)
     np.testing.assert_array_equal(good, np.stack([RESULT, RESULT], 1))
     tables[table][1, batch, 0] = value
-    with pytest.raises(Exception, match="from rank 1 to rank 0 has 1 rows .*2147483647 of an"):
+    with pytest.raises(Exception, match=r"from rank 1 to rank 0 has 1 rows .*2147483647 of an"):
         jax.block_until_ready(f(operand, output, *tables))
 
 

@@ -178,6 +178,20 @@ def special_values(how: str, algorithm: str = "auto") -> None:
             check(results[dtype], reference(operation, part))
 
 
+@case(operation=("all_gather", "all_to_all", "ppermute"))
+def word_of_no_data(operation: str) -> None:
+    """0xFFFFFFFF, which means that no data have come, arrives as the NaN that contract.md names."""
+    mesh = line()
+    n = mesh.size
+    x = put(mesh, P("x"), np.full((n, 8 * n), 0xFFFFFFFF, np.uint32).view(np.float32))
+    f = sharded(lambda v: apply(operation, v[0])[None], mesh, P("x"), P("x"))
+    with forced("auto"):
+        result = compiled_of_ours(f, x)(x)
+    for shard in result.addressable_shards:
+        bits = np.asarray(shard.data).view(np.uint32)
+        np.testing.assert_array_equal(bits, np.full_like(bits, 0x7FFF7FFF))
+
+
 # Groups.
 
 

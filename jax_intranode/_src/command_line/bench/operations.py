@@ -83,9 +83,8 @@ def _call(steps: Sequence[Record]) -> Callable[[Any, list[Any]], list[Any]]:
     def call(library: Any, xs: list[Any]) -> list[Any]:
         for step in steps:
             assert step.call is not None  # all collectives have one
-            if step.ragged and library is lax:
-                library = _LAX_OR_GATHERS
-            xs = step.call(library, xs)
+            is_lax = step.ragged and library is lax
+            xs = step.call(_LAX_OR_GATHERS if is_lax else library, xs)
             if step.gathers or len(steps) > 1:
                 xs = jax.lax.optimization_barrier(xs)
         return xs

@@ -230,10 +230,8 @@ class Probe {
         }
         Synchronize();
         Partials p;
-        std::vector<uint16_t*> copies;
         for (int r = 0; r < count(); ++r) {
           Check(cudaSetDevice(ranks_[r].device));
-          std::vector<uint16_t> host(out);
           for (int q = 0; q < count(); ++q) {
             uint16_t* copy = Allocate(out);
             Check(cudaMemcpy(copy, whole[q], 2 * out, cudaMemcpyDefault));

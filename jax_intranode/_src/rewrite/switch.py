@@ -30,10 +30,11 @@ def install(*, auto: bool = False) -> None:
     When JAX lowers a program, collectives in the bodies of its shard_maps (and pmaps) are replaced
     where that is faster: psum, pmean, pmax, pmin, all_gather, psum_scatter, all_to_all and ppermute
     of ``jax.lax``, and the sums that JAX inserts for gradients. On CPU devices ragged_all_to_all is
-    replaced, too. On GPUs it, all_to_all, ppermute, pmax and pmin are replaced between 2 ranks, for
-    float32, bfloat16 and float16; a tuning of the node can add others. Independent sums become one
-    operation, as XLA would combine them, and so do independent maxima, minima and permutes. Results
-    have the bits of the functions of this package: sums are rounded once, in rank order.
+    replaced, too. On GPUs ragged_all_to_all, all_to_all, pmax and pmin are replaced between 2 ranks
+    only, for float32, bfloat16 and float16, and ppermute between 2 ranks only, for all its dtypes;
+    a tuning of the node can add others. Independent sums become one operation, as XLA would combine
+    them, and so do independent maxima, minima and permutes. Results have the bits of the functions
+    of this package: sums are rounded once, in rank order.
 
     Functions that were compiled before are compiled again when they are called. Nothing is
     rewritten under ``jax.export``, or with JAX_INTRANODE_DISABLE=1. All processes of a program must

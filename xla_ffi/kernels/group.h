@@ -87,6 +87,10 @@ struct Group {
   }
 };
 
+// Whether a call is a segment of one (segments.h).
+template <class C>
+constexpr bool kIsSegment = false;
+
 // The bodies are written over a call (buffers.h) and a thread context `Thread`:
 //   First(), Stride()   the packs of a phase that this thread works on
 //   Thread(), Threads(), Block(), Blocks(), Sync()   as in CUDA
@@ -97,7 +101,7 @@ struct Group {
 //   FenceSegment()      a fence (memory.h) between two segments of an operation (segments.h)
 //   Admit()             gives up if another one was in flight then, or if the region was closed.
 //                       Called before the first store to a peer, but after the input is loaded:
-//                       the answer to Enter takes as long.
+//                       the answer to Enter takes as long (SendFirst).
 
 // Returns the epoch of the operation that begins.
 template <class Thread, class G>
@@ -173,6 +177,25 @@ JIN_FN void SendParts(Thread& t, const G& g, uint32_t epoch, size_t slot_bytes, 
                    SendableOf<Type>(t, p[step]));
     }
   }
+}
+
+// Between two ranks: sends the first pack of a thread, `load()`, as pack i, if it has `any`.
+// Returns what it sent. The answers to Enter and to the load of the epoch travel while the pack is
+// loaded and its address is computed. In a loop with Admit they would not: what the compiler
+// derives from the answers before the loop waits for them before the first load. Among more ranks
+// and in segments the kernels have no registers for this.
+template <class Type, class Packets, class Thread, class G, class Load>
+JIN_FN Pack SendFirst(Thread& t, const G& g, uint32_t epoch, bool any, size_t i, const Load& load) {
+  char* slot = g.EpochBuffer(1 - g.rank, 0);
+  Pack p = {};
+  if (any) p = load();
+  Keep(slot);
+  t.Admit();
+  if (any) {
+    p = SendableOf<Type>(t, p);
+    Packets::Put(slot + (g.EpochBuffer(g.rank, epoch) - g.EpochBuffer(g.rank, 0)), i, p);
+  }
+  return p;
 }
 
 // Waits until pack i of every other rank has arrived in this rank's slots, `slot_bytes` apart.

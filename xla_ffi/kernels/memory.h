@@ -73,6 +73,13 @@ JIN_FN Pack LoadWords(uint32_t* from) {
   return p;
 }
 
+// Has the compiler compute an address here, and not where it is used.
+JIN_FN void Keep(char*& at) {
+#if defined(__CUDACC__)
+  asm volatile("" : "+l"(at));
+#endif
+}
+
 // Asks for the cache line at an address that is read soon.
 JIN_FN void Prefetch(const void* at) {
 #if defined(__CUDACC__)

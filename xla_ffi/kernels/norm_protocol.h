@@ -53,8 +53,15 @@ struct Norm {
     const uint32_t packs = Rows::Packs(c);
     const size_t rows = SlotRows(c, g.size);
     const size_t slot_bytes = rows * packs * Packets::kBytes;
-    for (size_t i = t.Block(); i < rows; i += t.Blocks()) {
-      for (uint32_t k = t.Thread(); k < packs; k += t.Threads()) {
+    uint32_t first = t.Thread();  // of the first row
+    if constexpr (N == 2) {
+      const size_t i = t.Block();
+      SendFirst<Type, Packets>(t, g, epoch, i < rows && first < packs, i * packs + first,
+                               [&, k = first] { return Part(c, 1 - g.rank, rows, i, k); });
+      first += t.Threads();
+    }
+    for (size_t i = t.Block(); i < rows; i += t.Blocks(), first = t.Thread()) {
+      for (uint32_t k = first; k < packs; k += t.Threads()) {
         if (c.protocol == NormProtocol::kOneShot) {
           const Pack p = Type::Sendable(Part(c, 0, rows, i, k));
           t.Admit();

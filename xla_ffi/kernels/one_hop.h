@@ -40,7 +40,26 @@ struct OneHop {
   template <class Thread, class G, class C>
   JIN_FN static bool Send(Thread& t, const G& g, const C& c, uint32_t epoch) {
     const size_t packs = c.Packs(), slot_bytes = packs * Packets::kBytes;
-    for (size_t i = t.First(); i < packs; i += t.Stride()) {
+    size_t i = t.First();
+    if constexpr (N == 2 && !kIsSegment<C>) {
+      const bool any = i < packs;
+      Pack own = {};
+      if constexpr (kParts && !kSums) {
+        if (any) own = c.InputOf(g.rank).Load(i);
+      }
+      const Pack sent = SendFirst<Type, Packets>(t, g, epoch, any, i, [&] {
+        if constexpr (kParts) {
+          return c.InputOf(1 - g.rank).Load(i);
+        } else {
+          return c.Load(i);
+        }
+      });
+      if constexpr (!kSums) {
+        if (any) c.OutputOf(g.rank).Store(i, kParts ? SendableOf<Type>(t, own) : sent);
+      }
+      i += t.Stride();
+    }
+    for (; i < packs; i += t.Stride()) {
       Pack own;  // stored as it is sent: a NaN has the same bits everywhere
       if constexpr (kParts) {
         if constexpr (!kSums) own = SendableOf<Type>(t, c.InputOf(g.rank).Load(i));

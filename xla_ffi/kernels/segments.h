@@ -90,6 +90,9 @@ struct Segment {
   JIN_FN Part<C> OutputOf(int r) const { return {call.OutputOf(r), begin}; }
 };
 
+template <class C>
+constexpr bool kIsSegment<Segment<C>> = true;
+
 // A call in segments. A call is one of buffers.h.
 template <class C>
 struct InSegments {

@@ -153,16 +153,16 @@ class Config:
         "auto",
         _words(ALGORITHMS),
         "`auto`",
-        "`one_shot`, `two_shot`: `psum` uses this algorithm, in segments if the array does not fit "
-        "at once; `lax`: everything falls back",
+        "`one_shot`, `two_shot`: `psum` uses this algorithm at all sizes, in segments if the array "
+        "does not fit at once; `lax`: everything falls back",
         _one_of(*ALGORITHMS),
     )
     segment_kib: int = _variable(
         0,
         "a positive integer",
         "not set",
-        "collectives of arrays that are too large for the measured table or the memory run in "
-        "segments of at most so many KiB, instead of falling back",
+        "collectives of larger arrays than the table or the memory allows run in segments of at "
+        "most so many KiB, instead of falling back; a `ppermute` has to fit one epoch buffer",
         _positive(int),
     )
     fuse_norms: str = _variable(
@@ -191,9 +191,8 @@ class Config:
         None,
         _words(LOG),
         "not set",
-        "what is written to stderr, unless the program has set up `logging`: calls and programs "
-        "that fall back, with the reason; also what is accelerated (`info`); also errors in full "
-        "(`debug`). Processes may have different values",
+        "what is written to stderr; no effect if the program sets up `logging`. `fallbacks`: what "
+        "falls back, and why; `info`: also what is accelerated; `debug`: also errors in full",
         _one_of(*LOG),
     )
 

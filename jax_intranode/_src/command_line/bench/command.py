@@ -27,8 +27,8 @@ from jax_intranode._src.selection.overlap.plan import describe_fields as describ
 from jax_intranode._src.selection.overlap.plan import parse as parse_plan
 
 DESCRIPTION = (
-    "Measures an operation of this package and the same one of jax.lax, and compares their results "
-    "with those of numpy. Starts a process per device and then one process with all devices."
+    "Times an operation of this package and the same one of jax.lax, and checks the results of "
+    "both. Starts a process per device and then one process with all devices."
 )
 EXAMPLES = """\
 python -m jax_intranode bench psum                                all sizes up to 16 MB (CPU: 64 KB)

@@ -188,9 +188,9 @@ def _extremes(
 # Measured between 2 H100s up to 4 MB, where a maximum takes as long as a sum.
 _HOPPER |= _extremes({("bare", 2): _HOPPER["psum"]["bare", 2][:3]})
 
-# Measured between 2 H100s, with a process for each: 1 to 64 rows, beside lax
-# (docs/measurements/2_h100.jsonl, norms_1, norms_16, norms_64). Beside our psum and XLA's norm only
-# decode_8b_1 and decode_8b_16 were measured, whose steps take as long or 2% longer that way.
+# Measured between 2 H100s, with a process for each: 1 to 64 rows, beside lax, and beside our psum
+# and XLA's norm, with which they take 1.03 to 1.40 times as long (docs/measurements/2_h100.jsonl,
+# norms_1, norms_16, norms_64). Whole decoding steps take as long or 2% longer that way.
 _HOPPER_MULTI = _HOPPER | {
     "psum_residual_rms_norm": {("bare", 2): (Row(1 * _MB, "one_shot_rms_norm", 512, 256),)}
 }

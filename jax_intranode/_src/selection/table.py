@@ -91,12 +91,12 @@ def _parts(algorithm: str) -> dict[tuple[str, int], tuple[Row, ...]]:
 
 
 def _exchange(
-    rows: dict[tuple[str, int], tuple[Row, ...]], largest: int
+    rows: dict[tuple[str, int], tuple[Row, ...]], largest: int, measured: tuple[int, ...]
 ) -> dict[tuple[str, int], tuple[Row, ...]]:
     """Rows of all_to_all, from those of another operation, which sends alike.
 
-    They were measured between 2 ranks, for bare packets (docs/measurements/2_h100.jsonl, all_to_all
-    and all_to_all_one_process). `largest` is the largest operand in bytes, of which each of n ranks
+    They were `measured` among so many ranks, for bare packets (docs/measurements, all_to_all and
+    all_to_all_one_process). `largest` is the largest operand in bytes, of which each of n ranks
     gets 1/n.
     """
     return {
@@ -104,12 +104,42 @@ def _exchange(
             dataclasses.replace(
                 row,
                 nbytes=min(row.nbytes, largest // world),
-                measured=(packets, world) == ("bare", 2),
+                measured=packets == "bare" and world in measured,
             )
             for k, row in enumerate(of_group)
             if k == 0 or of_group[k - 1].nbytes < largest // world
         )
         for (packets, world), of_group in rows.items()
+    }
+
+
+def _permute(largest: dict[int, int]) -> dict[tuple[str, int], tuple[Row, ...]]:
+    """Rows of ppermute.
+
+    Among n ranks bare packets were measured up to `largest[n]` bytes, and between 2 flagged ones,
+    too (docs/measurements, ppermute).
+    """
+    return {
+        (packets, world): tuple(
+            dataclasses.replace(
+                row,
+                nbytes=min(row.nbytes, largest.get(world, 4 * _MB)),
+                measured=world in largest and (packets == "bare" or world == 2),
+            )
+            for row in rows
+        )
+        for (packets, world), rows in _parts("permute").items()
+    }
+
+
+def _ragged(packets: str, world: int, measured: int) -> dict[tuple[str, int], tuple[Row, ...]]:
+    """Rows of ragged_all_to_all, of any size; measured up to `measured` bytes for each peer."""
+    sizes = ((64 * _KB, 128), (4 * _MB, 256), (1 << 30, 512))
+    return {
+        (packets, world): tuple(
+            Row(nbytes, "ragged", threads, 256, measured=nbytes <= measured)
+            for nbytes, threads in sizes
+        )
     }
 
 
@@ -150,25 +180,11 @@ _HOPPER: dict[str, dict[tuple[str, int], tuple[Row, ...]]] = {
     },
     "psum_scatter": _parts("reduce_scatter"),
     "all_gather": _parts("all_gather"),
-    "all_to_all": _exchange(_parts("all_to_all"), 4 * _MB),
-    # Measured between 2 H100s: bare packets up to 4 MB, where lax takes twice as long, and flagged
-    # ones up to 1 MB.
-    "ppermute": {
-        key: tuple(
-            dataclasses.replace(row, nbytes=min(row.nbytes, 4 * _MB), measured=key[1] == 2)
-            for row in rows
-        )
-        for key, rows in _parts("permute").items()
-    },
-    # Of any size. Measured between 2 H100s, for bare packets (docs/experts.md).
-    "ragged_all_to_all": {
-        (packets, world): tuple(
-            Row(nbytes, "ragged", threads, 256, measured=(packets, world) == ("bare", 2))
-            for nbytes, threads in ((64 * _KB, 128), (4 * _MB, 256), (1 << 30, 512))
-        )
-        for packets in ("bare", "flagged")
-        for world in (2, 8)
-    },
+    "all_to_all": _exchange(_parts("all_to_all"), 4 * _MB, (2,)),
+    "ppermute": _permute({2: 4 * _MB}),
+    "ragged_all_to_all": _ragged("bare", 2, 1 << 30)
+    | _ragged("bare", 8, 0)
+    | _ragged("flagged", 8, 0),
 }
 
 
@@ -188,11 +204,15 @@ def _extremes(
 # Measured between 2 H100s up to 4 MB, where a maximum takes as long as a sum.
 _HOPPER |= _extremes({("bare", 2): _HOPPER["psum"]["bare", 2][:3]})
 
-# Measured between 2 H100s, with a process for each: 1 to 64 rows, beside lax, and beside our psum
-# and XLA's norm, with which they take 1.03 to 1.40 times as long (docs/measurements/2_h100.jsonl,
-# norms_1, norms_16, norms_64). Whole decoding steps take as long or 2% longer that way.
+# Measured with a process for each H100. Permutes between 2, and exchanges among 4: beside lax, with
+# jax 0.12. The norm: 1 to 64 rows between 2, beside lax and beside our psum and XLA's norm, with
+# which they take 1.03 to 1.40 times as long (docs/measurements/2_h100.jsonl, norms_1, norms_16,
+# norms_64). Whole decoding steps take as long or 2% longer that way.
 _HOPPER_MULTI = _HOPPER | {
-    "psum_residual_rms_norm": {("bare", 2): (Row(1 * _MB, "one_shot_rms_norm", 512, 256),)}
+    "all_to_all": _exchange(_parts("all_to_all"), 4 * _MB, (2, 4)),
+    "ppermute": _permute({2: 8 * _MB, 4: 4 * _MB}),
+    "ragged_all_to_all": _HOPPER["ragged_all_to_all"] | _ragged("bare", 4, 4 * _MB),
+    "psum_residual_rms_norm": {("bare", 2): (Row(1 * _MB, "one_shot_rms_norm", 512, 256),)},
 }
 # The elements of the rows that were measured, by dtype. Rows of a tuning hold for all.
 NORMED = {"bfloat16": range(4096, 8192 + 1)}

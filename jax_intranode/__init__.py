@@ -42,6 +42,7 @@ try:
     from jax_intranode._src.ops.all_gather_matmul import all_gather_matmul
     from jax_intranode._src.ops.all_to_all import all_to_all
     from jax_intranode._src.ops.column_parallel_matmul import column_parallel_matmul
+    from jax_intranode._src.ops.experts import MoeState, moe_combine, moe_dispatch
     from jax_intranode._src.ops.matmul_all_reduce import matmul_all_reduce
     from jax_intranode._src.ops.matmul_reduce_scatter import matmul_reduce_scatter
     from jax_intranode._src.ops.pmax import pmax, pmin
@@ -81,6 +82,7 @@ __all__ = [
     "Failure",
     "Fallback",
     "Lowered",
+    "MoeState",
     "PeerBuffer",
     "Stats",
     "Topology",
@@ -98,6 +100,8 @@ __all__ = [
     "last_failure",
     "matmul_all_reduce",
     "matmul_reduce_scatter",
+    "moe_combine",
+    "moe_dispatch",
     "peer_buffer",
     "pmax",
     "pmean",

@@ -3,6 +3,7 @@
 import functools
 
 import cases_of_collectives  # noqa: F401
+import cases_of_experts  # noqa: F401
 import cases_of_matmuls  # noqa: F401
 import cases_of_norms
 import cases_of_ragged  # noqa: F401

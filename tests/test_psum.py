@@ -5,6 +5,7 @@ from typing import Any
 
 import cases
 import cases_of_collectives  # noqa: F401
+import cases_of_experts  # noqa: F401
 import cases_of_matmuls  # noqa: F401
 import cases_of_ragged  # noqa: F401
 import cases_of_segments  # noqa: F401

@@ -29,10 +29,10 @@ EXCHANGED = (
     *("float8_e5m2", "float8_e5m2fnuz", "float8_e8m0fnu"),
 )
 MULTIPLIED = ("bfloat16", "float16")
-# Norms: those that travel in bare packets.
+# Norms and experts: those that travel in bare packets.
 NORMED = ("float32", "bfloat16", "float16")
 
-COLLECTIVE, MATMUL, NORM = "collective", "matmul", "norm"
+COLLECTIVE, MATMUL, NORM, EXPERTS = "collective", "matmul", "norm", "experts"
 # The algorithm of a group whose GPUs are linked as a hybrid cube mesh.
 HYBRID_CUBE_MESH = "hybrid_cube_mesh"
 
@@ -43,8 +43,8 @@ class Record:
 
     Attributes:
         name: the name of the public function.
-        kind: COLLECTIVE, MATMUL (a collective and the matmuls next to it) or NORM (a sum, a
-            residual and a norm).
+        kind: COLLECTIVE, MATMUL (a collective and the matmuls next to it), NORM (a sum, a
+            residual and a norm) or EXPERTS (tokens to experts, and back).
         dtypes: the dtypes that its kernels take.
         reduction: how elements of different ranks are combined: "sum", "max", "min", or not: None.
         divides: whether the operand is divided: each rank gets a part of it.
@@ -283,6 +283,19 @@ RECORDS: dict[str, Record] = {
             derived=("gradient_of_ragged_all_to_all",),
             call=_in_equal_updates,
             expected=_exchanged,
+        ),
+        Record(
+            name="moe_dispatch",
+            kind=EXPERTS,
+            dtypes=NORMED,
+            derived=("moe_layout",),
+        ),
+        Record(
+            name="moe_combine",
+            kind=EXPERTS,
+            dtypes=NORMED,
+            reduction="sum",
+            derived=("tangent_of_moe_combine",),
         ),
         Record(
             name="all_gather_matmul",

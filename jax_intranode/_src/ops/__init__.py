@@ -10,6 +10,7 @@ others. No file here imports the package itself. Each imports files below it onl
     all_reduce           <- psum, pmax, ppermute
     norm_rules           <- residual_norm
     local_matmuls, matmul_arguments, overlapped_call
+    experts
     few_rows
     collective_matmul    <- all_gather_matmul, matmul_reduce_scatter <- matmul_all_reduce
     combined_matmul      <- matmul_gradients
@@ -21,6 +22,7 @@ from jax_intranode._src.native import definitions
 from jax_intranode._src.ops import all_gather as all_gather
 from jax_intranode._src.ops import all_to_all as all_to_all
 from jax_intranode._src.ops import column_parallel_matmul as column_parallel_matmul
+from jax_intranode._src.ops import experts as experts
 from jax_intranode._src.ops import matmul_all_reduce as matmul_all_reduce
 from jax_intranode._src.ops import matmul_gradients as matmul_gradients
 from jax_intranode._src.ops import pmax as pmax

@@ -23,6 +23,15 @@ SHAPES: tuple[tuple[int, int, int, int, int | None, str], ...] = (
 ROUTINGS = 36  # of each shape
 
 
+def compiled(f: Any, *args: Any) -> Any:
+    """The program, compiled; lax may only gather who goes where."""
+    program = jax.jit(f).lower(*args).compile()
+    text = program.as_text()
+    assert "jax_intranode_moe_dispatch" in text and "jax_intranode_moe_combine" in text
+    assert "all-to-all(" not in text
+    return program
+
+
 @case(world=(2, 3, 4, 5, 6, 7, 8), shape=(0, 1, 2, 3, 4))
 def experts_of_random_routings(world: int, shape: int) -> None:
     mesh = line(world)
@@ -37,9 +46,7 @@ def experts_of_random_routings(world: int, shape: int) -> None:
         ids = expert_routings.routing(rng, world, tokens, k, experts, kind)
         x, weights = expert_routings.operands(rng, world, tokens, hidden, k, dtype)
         args = [put(mesh, P("x"), v) for v in (x, ids, weights)]
-        if run is None:
-            run = jax.jit(expert_routings.program(world, experts, capacity, mesh))
-            run = run.lower(*args).compile()
+        run = run or compiled(expert_routings.program(world, experts, capacity, mesh), *args)
         rows = capacity or world * tokens * min(k, local)
         wanted = expert_routings.expected(x, ids, experts, rows)
         received, sizes, dropped, y = run(*args)
@@ -69,7 +76,7 @@ def experts_in_a_loop(world: int) -> None:
         return jax.lax.scan(step, None, ids[0])[1][None]
 
     args = [put(mesh, P("x"), v) for v in (x, np.stack(ids, 1), weights)]
-    f = jax.jit(sharded(body, mesh, P("x"), P("x")))
+    f = compiled(sharded(body, mesh, P("x"), P("x")), *args)
     found = [expert_routings.expected(x, of_step, experts, capacity) for of_step in ids]
     halves = [e.received * np.array(0.5, e.received.dtype) for e in found]
     wanted = [e.combined(half, weights) for e, half in zip(found, halves, strict=True)]

@@ -288,6 +288,7 @@ RECORDS: dict[str, Record] = {
             name="moe_dispatch",
             kind=EXPERTS,
             dtypes=NORMED,
+            algorithms=("dispatch",),
             derived=("moe_layout",),
         ),
         Record(
@@ -295,6 +296,7 @@ RECORDS: dict[str, Record] = {
             kind=EXPERTS,
             dtypes=NORMED,
             reduction="sum",
+            algorithms=("combine",),
             derived=("tangent_of_moe_combine",),
         ),
         Record(

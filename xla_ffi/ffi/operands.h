@@ -11,6 +11,7 @@
 
 #include "../kernels/algorithms.h"
 #include "../kernels/buffers.h"
+#include "../kernels/experts_call.h"
 #include "../kernels/hybrid_cube_mesh.h"
 #include "../kernels/norm.h"
 #include "../kernels/permute.h"
@@ -227,6 +228,12 @@ inline ffi::Error CollectPermutes(const std::vector<int>& sources, int size, int
   return ffi::Error::Success();
 }
 
+// The length of the first dimension.
+inline size_t RowsOf(const ffi::AnyBuffer& x) {
+  const auto dimensions = x.dimensions();
+  return dimensions.size() == 0 ? 0 : static_cast<size_t>(dimensions[0]);
+}
+
 // Operands: operand, output, and four tables of int32. The result takes the memory of output, as
 // lowering has told XLA. Refuses what must not reach a kernel, though lowering lets none of it
 // pass.
@@ -239,11 +246,7 @@ inline ffi::Error CollectRagged(int size, int blocks, size_t epoch_buffer_bytes,
   if (xs.size() != 6 || ys.size() != 1) {
     return refused(xs.size(), " operands and ", ys.size(), " results; it takes 6 and returns 1");
   }
-  const auto rows = [](const ffi::AnyBuffer& x) {
-    const auto dimensions = x.dimensions();
-    return dimensions.size() == 0 ? 0 : static_cast<size_t>(dimensions[0]);
-  };
-  const size_t in_rows = rows(xs[0]), out_rows = rows(xs[1]), count = xs[2].element_count();
+  const size_t in_rows = RowsOf(xs[0]), out_rows = RowsOf(xs[1]), count = xs[2].element_count();
   const std::optional<ElementType> found = ElementTypeOf(Algorithm::kRagged, xs[0].element_type());
   const size_t bytes = xs[0].size_bytes(), out_bytes = xs[1].size_bytes();
   const ffi::DataType type_of_rows = xs[0].element_type();
@@ -291,9 +294,68 @@ inline ffi::Error CollectRagged(int size, int blocks, size_t epoch_buffer_bytes,
                  "JAX_INTRANODE_SLAB_MIB? Compile it again");
 }
 
+// Operands of a dispatch: tokens, places, ranks and the rows that are used; of a combine: outputs,
+// weights, places and ranks (kernels/experts_call.h). Refuses what must not reach a kernel, though
+// lowering lets none of it pass.
+inline ffi::Error CollectExperts(Algorithm algorithm, int size, int blocks,
+                                 size_t epoch_buffer_bytes, const Operands& operands,
+                                 ElementType* type, ExpertsCall* call) {
+  const auto refused = [algorithm](const auto&... why) {
+    return Invalid(OperationName(algorithm), " got ", why..., ".");
+  };
+  const auto& [xs, ys] = operands;
+  if (xs.size() != 4 || ys.size() != 1) {
+    return refused(xs.size(), " operands and ", ys.size(), " results; it takes 4 and returns 1");
+  }
+  const bool combines = algorithm == Algorithm::kCombine;
+  const ffi::AnyBuffer &x = xs[0], &y = ys[0], &places = xs[combines ? 2 : 1],
+                       &ranks = xs[combines ? 3 : 2];
+  const size_t rows = RowsOf(x), out_rows = RowsOf(y), tokens = combines ? out_rows : rows;
+  const std::optional<ElementType> found = ElementTypeOf(algorithm, x.element_type());
+  if (!found || !HasNorm(*found) || y.element_type() != x.element_type() || x.size_bytes() == 0 ||
+      y.size_bytes() == 0 || x.size_bytes() / rows != y.size_bytes() / out_rows) {
+    return refused(rows, " rows of ", x.size_bytes(), " bytes, and a result of ", out_rows,
+                   " rows and ", y.size_bytes(),
+                   " bytes; both must be float32, bfloat16 or float16, and rows of one length");
+  }
+  const size_t row_bytes = x.size_bytes() / rows, of_ranks = tokens * size;
+  const size_t choices = places.element_count() / of_ranks;
+  if (places.element_type() != ffi::S32 || ranks.element_type() != ffi::S32 || choices == 0 ||
+      places.element_count() != of_ranks * choices || ranks.element_count() != tokens ||
+      (combines
+           ? xs[1].element_type() != ffi::F32 || xs[1].element_count() != places.element_count()
+           : xs[3].element_type() != ffi::S32 || xs[3].element_count() != 1)) {
+    return refused("a layout that is not one of ", tokens, " tokens of each of ", size, " ranks");
+  }
+  if (PacksOf(row_bytes) * tokens > INT32_MAX || places.element_count() > INT32_MAX ||
+      std::max(rows, out_rows) > INT32_MAX || row_bytes > INT32_MAX) {
+    return refused(rows, " rows of ", row_bytes, " bytes, which are too many");
+  }
+  const auto data = [](const ffi::AnyBuffer& buffer) { return buffer.untyped_data(); };
+  const uintptr_t addresses =
+      reinterpret_cast<uintptr_t>(data(x)) | reinterpret_cast<uintptr_t>(data(y)) | row_bytes;
+  *type = *found;
+  *call = {.in = data(x),
+           .out = data(y),
+           .weights = combines ? static_cast<const float*>(data(xs[1])) : nullptr,
+           .places = static_cast<const int32_t*>(data(places)),
+           .ranks = static_cast<const int32_t*>(data(ranks)),
+           .used = combines ? nullptr : static_cast<const int32_t*>(data(xs[3])),
+           .row_bytes = static_cast<uint32_t>(row_bytes),
+           .tokens = static_cast<uint32_t>(tokens),
+           .choices = static_cast<uint32_t>(choices),
+           .capacity = static_cast<uint32_t>(combines ? rows : out_rows),
+           .window = RaggedWindow(epoch_buffer_bytes, size, blocks, 1, PacketBytes(*type)),
+           .aligned = addresses % sizeof(Pack) == 0};
+  if (call->window > 0) return ffi::Error::Success();
+  return refused(blocks, " blocks, for which a buffer of the slab of ", epoch_buffer_bytes,
+                 " bytes has no room. Was the program compiled with another "
+                 "JAX_INTRANODE_SLAB_MIB? Compile it again");
+}
+
 // Calls `run(type, call)` for each operation of a site's call on a rank, one after another; `call`
-// is Buffers, LinkedBuffers, Permutes, RaggedCall or a NormCall. `links`: those of the rank in a
-// hybrid cube mesh. Stops at the first error.
+// is Buffers, LinkedBuffers, Permutes, RaggedCall, ExpertsCall or a NormCall. `links`: those of the
+// rank in a hybrid cube mesh. Stops at the first error.
 template <class Site, class Run>
 ffi::Error ForEachOperation(const Site& site, int size, int rank, size_t epoch_buffer_bytes,
                             const Links& links, ffi::RemainingArgs xs, ffi::RemainingRets ys,
@@ -301,9 +363,15 @@ ffi::Error ForEachOperation(const Site& site, int size, int rank, size_t epoch_b
   Operands operands;
   if (ffi::Error error = operands.Read(xs, ys); error.failure()) return error;
   ElementType type;
+  const int blocks = std::max(site.blocks, 1);  // CPU devices have none
+  if (IsOfExperts(site.algorithm)) {
+    ExpertsCall call;
+    ffi::Error error =
+        CollectExperts(site.algorithm, size, blocks, epoch_buffer_bytes, operands, &type, &call);
+    return error.failure() ? std::move(error) : run(type, call);
+  }
   if (site.algorithm == Algorithm::kRagged) {
     RaggedCall call;
-    const int blocks = std::max(site.blocks, 1);  // CPU devices have none
     ffi::Error error = CollectRagged(size, blocks, epoch_buffer_bytes, operands, &type, &call);
     return error.failure() ? std::move(error) : run(type, call);
   }

@@ -4,6 +4,7 @@
 #include <type_traits>
 #include <utility>
 
+#include "../kernels/experts.h"
 #include "../kernels/norm_protocol.h"
 #include "../kernels/one_hop.h"
 #include "../kernels/segments.h"
@@ -157,6 +158,18 @@ bool RunCall(Algorithm, ElementType, ResumableThread& t, const Group& g, const R
                                                              step);
 }
 
+// The element types are those of a norm.
+template <class Type>
+bool RunCall(Algorithm algorithm, ElementType type, ResumableThread& t, const Group& g,
+             const ExpertsCall& c, uint32_t epoch, uint32_t* step) {
+  if constexpr (Type::Packets::kBytes == sizeof(Pack)) {
+    return algorithm == Algorithm::kCombine
+               ? Experts<Type, 0, true>::Run(t, g, c, epoch, step)
+               : Experts<CopiedAs<Type>, 0, false>::Run(t, g, c, epoch, step);
+  }
+  return t.EndWithoutBody(algorithm, type);
+}
+
 template <class C>
 bool RunCall(ElementType type, Algorithm algorithm, ResumableThread& t, const Group& g, const C& c,
              uint32_t epoch, uint32_t* step) {
@@ -175,6 +188,7 @@ uint64_t BytesOf(const Buffer& c, ElementType) { return c.bytes; }
 uint64_t BytesOf(const NormCall& c, ElementType type) {
   return uint64_t{c.rows} * c.hidden * ItemBytes(type);
 }
+uint64_t BytesOf(const ExpertsCall& c, ElementType) { return uint64_t{c.tokens} * c.row_bytes; }
 uint64_t BytesOf(const RaggedState& c, ElementType) { return c.call.in_rows * c.call.row_bytes; }
 template <class Many>
 uint64_t BytesOf(const Many& c, ElementType) {

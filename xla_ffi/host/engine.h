@@ -10,6 +10,7 @@
 
 #include "../kernels/algorithms.h"
 #include "../kernels/buffers.h"
+#include "../kernels/experts_call.h"
 #include "../kernels/group.h"
 #include "../kernels/hybrid_cube_mesh.h"
 #include "../kernels/norm.h"
@@ -38,7 +39,7 @@ class ResumableCall {
  public:
   ResumableCall() = default;
   ResumableCall(const HostOperation& operation, const Buffers& buffers);
-  template <class Call>  // LinkedBuffers, Permutes, RaggedState or NormCall
+  template <class Call>  // LinkedBuffers, Permutes, RaggedState, ExpertsCall or NormCall
   ResumableCall(const HostOperation& operation, const Call& call)
       : operation_(operation), operands_(std::make_unique<const Call>(call)) {}
   ResumableCall(const HostOperation& operation, const RaggedCall& call)
@@ -60,7 +61,7 @@ class ResumableCall {
   using OneOf = std::variant<Buffer, std::unique_ptr<const Calls>...>;
 
   HostOperation operation_{};
-  OneOf<Buffers, LinkedBuffers, NormCall, Permutes, RaggedState> operands_;
+  OneOf<Buffers, ExpertsCall, LinkedBuffers, NormCall, Permutes, RaggedState> operands_;
   uint32_t step_ = 0;  // of the operation (segments.h)
   size_t cursor_ = 0;  // in the step
   std::string error_;

@@ -133,7 +133,7 @@ bool HostGroup::Advance(Pending& pending) {
       moved = true;
       // Each segment is waited for by itself: an operation of many may take long.
       const Operation& operation = pending.operation;
-      if (operation.segments > 1 || operation.algorithm == Algorithm::kRagged) {
+      if (operation.segments > 1 || RunsInWindows(operation.algorithm)) {
         pending.since = std::chrono::steady_clock::now();
       }
     }

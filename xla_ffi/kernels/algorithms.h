@@ -31,7 +31,9 @@ namespace jax_intranode {
   X(kTwoShotMin, "two_shot_min", "pmin")                                    \
   X(kPermute, "permute", "ppermute")                                        \
   X(kRagged, "ragged", "ragged_all_to_all")                                 \
-  X(kFewRows, "few_rows", "matmul_all_reduce")
+  X(kFewRows, "few_rows", "matmul_all_reduce")                              \
+  X(kDispatch, "dispatch", "moe_dispatch")                                  \
+  X(kCombine, "combine", "moe_combine")
 
 // The all-reduces and reduce-scatters that add a residual and normalize rows (norm_protocol.h):
 // each norm by each protocol, in the order of NormProtocol.
@@ -159,6 +161,16 @@ inline NormProtocol NormProtocolOf(Algorithm algorithm) {
   return static_cast<NormProtocol>(1 + static_cast<int>(algorithm) - static_cast<int>(first));
 }
 
+// A dispatch or a combine of a mixture of experts (experts.h).
+inline bool IsOfExperts(Algorithm algorithm) {
+  return algorithm == Algorithm::kDispatch || algorithm == Algorithm::kCombine;
+}
+
+// The algorithms whose messages take turns in windows, as many as they need (ragged.h, experts.h).
+inline bool RunsInWindows(Algorithm algorithm) {
+  return algorithm == Algorithm::kRagged || IsOfExperts(algorithm);
+}
+
 // Algorithms that only copy: they take any dtype, as bytes.
 inline bool OnlyCopies(Algorithm algorithm) {
   return algorithm == Algorithm::kAllGather || algorithm == Algorithm::kAllToAll ||
@@ -249,8 +261,8 @@ inline size_t EpochBufferBytesNeeded(Algorithm algorithm, ElementType type, size
   packs = SegmentPacks(algorithm, packs, size, segments);
   const size_t packet = PacketBytes(type), n = size;
   if (algorithm == Algorithm::kPermute) return packs * packet;
-  if (algorithm == Algorithm::kFewRows) return n * packs * packet;   // an own slot, too
-  if (algorithm == Algorithm::kRagged) return 2 * (n - 1) * packet;  // at least (ragged.h)
+  if (algorithm == Algorithm::kFewRows) return n * packs * packet;  // an own slot, too
+  if (RunsInWindows(algorithm)) return 2 * (n - 1) * packet;        // at least
   // A slot for each rank of a quad, and one for a sum (hybrid_cube_mesh.h).
   if (algorithm == Algorithm::kHybridCubeMesh) {
     return (n / 2 + (ItemBytes(type) == 2 ? 2 : 1)) * packs * packet;

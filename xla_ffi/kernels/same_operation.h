@@ -53,7 +53,7 @@ inline std::string ToldOperation(uint64_t word) {
   for (const Algorithm algorithm : kAlgorithms) {
     if (static_cast<uint64_t>(algorithm) != number) continue;
     std::string text = OperationName(algorithm);
-    if (IsMatmul(algorithm) || IsNorm(algorithm) || algorithm == Algorithm::kRagged) {
+    if (IsMatmul(algorithm) || IsNorm(algorithm) || RunsInWindows(algorithm)) {
       return text + " of other shapes";
     }
     if (HasOwnRegion(algorithm)) return text + " of other sizes or ranks";

@@ -4,6 +4,7 @@ A dispatch is three operations: an `all_gather` of who goes where, the layout, w
 computes by itself, and the exchange. A combine is one exchange.
 """
 
+import math
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -16,7 +17,6 @@ from jax import lax
 from jax.interpreters import ad, mlir
 from jax.typing import ArrayLike
 
-from jax_intranode._src import reasons
 from jax_intranode._src.health import call_sites
 from jax_intranode._src.ops import collective, fallback, matmul_arguments
 from jax_intranode._src.ops.annotations import AxisNames
@@ -338,14 +338,28 @@ _COMPUTED: dict[str, Callable[..., list[Any]]] = {
 # Lowering.
 
 
-def _select(site: LoweringSite, avals: Sequence[Any], params: MoeParams) -> select.Selection:
-    return select.Selection("lax", site.reason_for_lax() or reasons.NOT_MEASURED.of(ranks=2))
+def _select(
+    operation: str, site: LoweringSite, avals: Sequence[Any], params: MoeParams
+) -> select.Selection:
+    reason = site.reason_for_lax()
+    if reason is not None:
+        return select.Selection("lax", reason)
+    assert site.mesh is not None  # or there would be a reason
+    x, dtype = avals[0], avals[0].dtype.name
+    places = avals[1] if operation == "moe_dispatch" else avals[2]
+    is_empty = x.size == 0 or places.size == 0
+    static = select.static_reason(operation, dtype, params.world_size, is_empty=is_empty)
+    row = math.prod(x.shape[1:]) * x.dtype.itemsize
+    selected_by = partial(
+        select.select_experts, operation, nbytes=places.shape[1] * row, dtype=dtype
+    )
+    return collective.selector(site.mesh, params.axes)(static, selected_by)
 
 
 def _decide(
     primitive: OpPrimitive, site: LoweringSite, avals: Sequence[Any], params: MoeParams
 ) -> Decision:
-    selected = _select(site, avals, params)
+    selected = _select(primitive.operation, site, avals, params)
 
     def lower(ctx: Any, *xs: Any) -> list[Any]:
         if primitive is dispatch_p and not params.bounded:

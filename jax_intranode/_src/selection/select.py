@@ -317,6 +317,47 @@ def select_norm(
     )
 
 
+def select_experts(
+    operation: str,
+    *,
+    nbytes: int,
+    dtype: str,
+    world_size: int,
+    hardware: str,
+    epoch_buffer_bytes: int,
+    algorithm: str = "auto",
+    topology: str = "fully_connected",
+    mode: str = "",
+    tuned: table.Tuned | None = None,
+) -> Selection:
+    """Selects the algorithm of a dispatch or a combine. It falls back only where it must.
+
+    Args:
+        nbytes: bytes of the tokens of a rank.
+
+    The other arguments are those of `select`; neither the mode nor a tuning changes anything yet.
+    """
+    del mode, tuned
+    if algorithm == "lax":
+        return _lax(reasons.ALGORITHM_LAX)
+    if topology == HYBRID_CUBE_MESH:
+        return _lax(reasons.HYBRID_CUBE_MESH)
+    threads = definitions.MAX_THREADS
+    # A notice of 32 bytes for each block and rank takes at most half of an epoch buffer.
+    room = epoch_buffer_bytes // (4 * definitions.PACK_BYTES * world_size)
+    if room == 0:
+        needed = 4 * definitions.PACK_BYTES * world_size
+        return _lax(
+            reasons.EPOCH_BUFFER, nbytes=nbytes, dtype=dtype, needed=needed, has=epoch_buffer_bytes
+        )
+    (name,) = RECORDS[operation].algorithms
+    # One block on each SM: the kernels have as many registers as the compiler may give them.
+    sms = generations.of_hardware(hardware).sms
+    most = resident_blocks(threads, definitions.MAX_WORLD_SIZE, sms)
+    blocks = max(1, min(most, room, -(-nbytes // (definitions.PACK_BYTES * threads))))
+    return Selection(name, f"{nbytes} bytes of {dtype} among {world_size} ranks", blocks, threads)
+
+
 def few_rows_limit(hardware: str, operation: str, world_size: int, k: int, n: int) -> int:
     """The most rows for which a matmul with a matrix [k, n] takes the kernel of few rows; or 0."""
     found = _few_rows(hardware, operation, world_size, k, n)

@@ -1,0 +1,323 @@
+// Dispatch and combine of a mixture of experts: tokens go to the ranks of their experts, and what
+// the experts have made of them comes back.
+//
+// Who goes where is data, but all that a rank must know of it has been computed before (the layout,
+// cuda/experts.cu): `ranks`, which ranks have experts of the rank's own tokens, and `places`, which
+// of its own rows belong to the tokens of any rank. -1: the expert is not of this rank; -2: it is,
+// but there was no room. So a token goes to a rank, and comes back, if it has a place that is not
+// -1 there.
+//
+// A call is one operation of group.h and takes one epoch, whatever `ranks` and `places` say: each
+// block sends a notice to the block of its number on each rank, and hears all of them before it
+// ends. So the argument of group.h holds.
+//
+// The stream between two ranks has the same places in both directions: place p * P + h is pack h of
+// token p, of P packs that a row takes. Places of tokens that don't cross stay empty; both ranks
+// know them. A token with several experts of a rank crosses once:
+//   dispatch  The receiver stores the pack in up to `choices` rows.
+//   combine   The rank of the experts multiplies the packs of the token's rows by their weights,
+//             adds them in the order of the choices and rounds. The rank of the token waits for the
+//             packs of all its ranks and adds them in rank order.
+// Sums are float32 and start at 0; products are rounded before they are added.
+//
+// Windows, `taken`, and why nobody waits for ever are those of ragged.h, with streams of the same
+// length between all ranks. Each byte of a result has one writer.
+//
+// Model: tests/native/model/experts_model.cc.
+#pragma once
+
+#include "experts_call.h"
+#include "norm.h"
+#include "ragged.h"
+
+namespace jax_intranode {
+
+// `N` is the group's size where it is known when compiling, else 0.
+template <class Type, int N, bool kCombines>
+struct Experts {
+  using Packets = typename Type::Packets;
+
+  // Runs the call from step `*step` on. False: a wait was given up; the step may be resumed.
+  template <class Thread, class G>
+  JIN_FN static bool Run(Thread& t, const G& g, const ExpertsCall& c, uint32_t epoch,
+                         uint32_t* step) {
+    const auto stride = static_cast<uint32_t>(t.Stride());
+    const auto row_packs = static_cast<uint32_t>(PacksOf(c.row_bytes));
+    // As in ragged.h: each thread has the same places in all windows.
+    const uint32_t window = c.window > stride ? c.window - c.window % stride : c.window;
+    const uint32_t ahead = window < stride || stride == 1 ? window : stride;
+    const Body<Thread, G> body{t, g, c, epoch, row_packs, window, ahead, c.tokens * row_packs};
+    if (*step == 0) {
+      body.Begin();
+      ++*step;
+    }
+    for (;; ++*step) {
+      const uint32_t w = *step - 1;
+      if (w * window >= body.places) return body.Finish(w);
+      if (!body.Exchange(w)) return false;
+    }
+  }
+
+ private:
+  static constexpr uint32_t kAtOnce = 8;  // the choices that are loaded together
+
+  template <class Thread, class G>
+  struct Body {
+    Thread& t;
+    const G& g;
+    const ExpertsCall& c;
+    const uint32_t epoch;
+    const uint32_t row_packs;
+    const uint32_t window, ahead;  // packs
+    const uint32_t places;         // of a stream
+
+    JIN_FN int Size() const { return N > 0 ? N : g.size; }
+    JIN_FN char* Notice(int of_rank, int from) const {
+      const size_t slot = SlotOf(from, of_rank) * t.Blocks() + t.Block();
+      return g.EpochBuffer(of_rank, epoch) + slot * FlaggedPackets::kBytes;
+    }
+    JIN_FN char* Window(int of_rank, int from, uint32_t w) const {
+      const uint32_t slot = w % 2 * (Size() - 1) + SlotOf(from, of_rank);
+      return g.EpochBuffer(of_rank, epoch) + NoticeBytes(Size(), t.Blocks(), 1) +
+             size_t{slot} * c.window * Packets::kBytes;
+    }
+
+    // Pack h of token p, at a place of all streams.
+    struct Place {
+      uint32_t p, h;
+    };
+    JIN_FN Place PlaceOf(uint32_t i) const { return {i / row_packs, i % row_packs}; }
+    JIN_FN const int32_t* PlacesOf(int rank, uint32_t p) const {
+      return c.places + (size_t(rank) * c.tokens + p) * c.choices;
+    }
+    // Whether token p of a rank has experts here, and whether token p of this rank has some there.
+    JIN_FN bool HasExpertsHere(int rank, uint32_t p) const {
+      const int32_t* const at = PlacesOf(rank, p);
+      bool has = false;
+      for (uint32_t j = 0; j < c.choices; ++j) has |= at[j] != -1;
+      return has;
+    }
+    JIN_FN bool HasExpertsThere(int rank, uint32_t p) const {
+      return (c.ranks[p] >> rank & 1) != 0;
+    }
+    JIN_FN bool Sends(int to, uint32_t p) const {
+      return kCombines ? HasExpertsHere(to, p) : HasExpertsThere(to, p);
+    }
+
+    JIN_FN Pack Load(uint32_t row, uint32_t h) const {
+      return LoadInput(static_cast<const char*>(c.in) + size_t{row} * c.row_bytes, c.row_bytes, h,
+                       c.aligned);
+    }
+    JIN_FN void StoreRow(uint32_t row, uint32_t h, const Pack& pack) const {
+      StoreOutput(static_cast<char*>(c.out) + size_t{row} * c.row_bytes, c.row_bytes, h, c.aligned,
+                  pack);
+    }
+
+    // Calls `with(j, row)` for the choices of token p of a rank that have a row here; `before(j,
+    // row)` for some of them at once, so that what it loads is on its way at the same time.
+    template <class Before, class With>
+    JIN_FN void ForEachRow(int rank, uint32_t p, const Before& before, const With& with) const {
+      const int32_t* const at = PlacesOf(rank, p);
+      for (uint32_t first = 0; first < c.choices; first += kAtOnce) {
+        uint32_t row[kAtOnce];
+        JIN_UNROLL
+        for (uint32_t j = 0; j < kAtOnce; ++j) {
+          row[j] = first + j < c.choices ? static_cast<uint32_t>(at[first + j]) : ~uint32_t{0};
+        }
+        JIN_UNROLL
+        for (uint32_t j = 0; j < kAtOnce; ++j) {
+          if (row[j] < c.capacity) before(j, first + j, row[j]);
+        }
+        JIN_UNROLL
+        for (uint32_t j = 0; j < kAtOnce; ++j) {
+          if (row[j] < c.capacity) with(j, row[j]);
+        }
+      }
+    }
+
+    // A dispatch: stores a pack of token p of a rank in all its rows.
+    JIN_FN void StoreRows(int rank, const Place& place, const Pack& pack) const {
+      ForEachRow(
+          rank, place.p, [](uint32_t, uint32_t, uint32_t) {},
+          [&](uint32_t, uint32_t row) { StoreRow(row, place.h, pack); });
+    }
+
+    // A combine: what the experts of this rank have made of a pack of token p of a rank.
+    JIN_FN Pack Partial(int rank, const Place& place) const {
+      return WithType<Type>(t, [&](auto type) {
+        using Each = decltype(type);
+        typename Each::Sum sum, x;
+        Each::Start(&sum, Pack{});
+        Pack pack[kAtOnce];
+        float weight[kAtOnce];
+        const float* const weights = c.weights + (PlacesOf(rank, place.p) - c.places);
+        ForEachRow(
+            rank, place.p,
+            [&](uint32_t j, uint32_t choice, uint32_t row) {
+              pack[j] = Load(row, place.h);
+              weight[j] = weights[choice];
+            },
+            [&](uint32_t j, uint32_t) {
+              Each::Start(&x, pack[j]);
+              JIN_UNROLL
+              for (size_t k = 0; k < sizeof(sum.lane) / sizeof(float); ++k) {
+                sum.lane[k] = Plus(sum.lane[k], Times(weight[j], x.lane[k]));
+              }
+            });
+        return SendableOf<Type>(t, Each::Round(sum));
+      });
+    }
+
+    // Sends the notices and the first packs of all streams, and clears the rows without tokens.
+    JIN_FN void Begin() const {
+      t.Admit();
+      for (int r = t.Thread(); r < Size(); r += t.Threads()) {
+        if (r != g.rank) FlaggedPackets::Put(Notice(r, g.rank), 0, Pack{});
+      }
+      const auto first = static_cast<uint32_t>(t.First()),
+                 stride = static_cast<uint32_t>(t.Stride());
+      for (uint32_t i = first; i < ahead && i < places; i += stride) {
+        const Place place = PlaceOf(i);
+        Pack pack{};
+        if constexpr (!kCombines) pack = SendableOf<Type>(t, Load(place.p, place.h));
+        for (int k = 1; k < Size(); ++k) {
+          const int to = Ranks<N>::After(g.rank, k, g.size);
+          if (!Sends(to, place.p)) continue;
+          if constexpr (kCombines) pack = Partial(to, place);
+          Packets::Put(Window(to, g.rank, 0), i, pack);
+        }
+      }
+      if constexpr (!kCombines) {
+        const size_t begin = size_t{static_cast<uint32_t>(*c.used)} * row_packs;
+        for (size_t i = begin + first; i < size_t{c.capacity} * row_packs; i += stride) {
+          StoreRow(static_cast<uint32_t>(i / row_packs), static_cast<uint32_t>(i % row_packs),
+                   Pack{});
+        }
+      }
+    }
+
+    // Goes through the places of window w: sends what is `ahead` of them, and takes what has come.
+    JIN_FN bool Exchange(uint32_t w) const {
+      const uint32_t first = w * window, left = places - first;
+      const size_t from_unit = t.First();  // where it is resumed: of which peer, what, and where
+      auto j = static_cast<uint32_t>(from_unit);
+      int k = static_cast<int>(from_unit >> 32 & 0xFF) + 1;
+      bool only_take = from_unit >> 40 != 0;
+      uint32_t has_room = 0;  // by rank
+      uint32_t room_of = w;   // a window
+      for (; j < window && j < left; j += static_cast<uint32_t>(t.Stride())) {
+        const uint32_t i = first + j;
+        const bool next = j + ahead >= window;
+        const uint32_t to_window = w + next, at = j + ahead - (next ? window : 0);
+        if (room_of != to_window) has_room = 0;
+        room_of = to_window;
+        const Place place = PlaceOf(i);
+        Pack own{};  // loaded before the first store
+        if constexpr (!kCombines) own = SendableOf<Type>(t, Load(place.p, place.h));
+        if (!only_take && i + ahead < places) {
+          const Place sent = PlaceOf(i + ahead);
+          Pack pack{};
+          if constexpr (!kCombines) pack = SendableOf<Type>(t, Load(sent.p, sent.h));
+          for (; k < Size(); ++k) {
+            const int to = Ranks<N>::After(g.rank, k, g.size);
+            if (!Sends(to, sent.p)) continue;
+            if constexpr (kCombines) pack = Partial(to, sent);
+            while (to_window >= 2 && (has_room >> to & 1) == 0) {
+              if (HasTaken(g, to, t.Block(), to_window - 1)) {
+                has_room |= 1u << to;
+              } else if (!t.Wait(size_t(k - 1) << 32 | j, to)) {
+                return false;
+              }
+            }
+            Packets::Put(Window(to, g.rank, to_window), at, pack);
+          }
+        }
+        if (!only_take) k = 1;
+        only_take = false;
+        if constexpr (kCombines) {
+          if (!TakeSum(place, w, j)) return false;
+        } else {
+          if (k == 1) StoreRows(g.rank, place, own);
+          for (; k < Size(); ++k) {
+            const int from = Ranks<N>::After(g.rank, Size() - k, g.size);
+            if (!HasExpertsHere(from, place.p)) continue;
+            char* const slot = Window(g.rank, from, w);
+            Pack pack;
+            while (!Packets::TryGet(slot, j, &pack)) {
+              if (!t.Wait(size_t{1} << 40 | size_t(k - 1) << 32 | j, from)) return false;
+            }
+            Packets::Arm(slot, j);
+            StoreRows(from, place, pack);
+          }
+        }
+        k = 1;
+      }
+      t.Arrived();  // each window is waited for by itself
+      if (left <= 2 * window) return true;
+      t.Sync();  // every thread of the block has armed what it received
+      for (int r = t.Thread(); r < Size(); r += t.Threads()) {
+        if (r != g.rank) TellTaken(g, r, t.Block(), w + 1);
+      }
+      return true;
+    }
+
+    // A combine: waits for the packs of all ranks that have experts of the token, and adds them.
+    JIN_FN bool TakeSum(const Place& place, uint32_t w, uint32_t j) const {
+      Pack all[Ranks<N>::kSlots];
+      const auto takes = [&](int r) {
+        return Ranks<N>::Has(r, g.size) && r != g.rank && HasExpertsThere(r, place.p);
+      };
+      const bool has_own = HasExpertsThere(g.rank, place.p);
+      Pack own{};
+      if (has_own) own = Partial(g.rank, place);
+      for (;;) {
+        int missing = -1;
+        JIN_UNROLL
+        for (int r = 0; r < Ranks<N>::kSlots; ++r) {
+          if (takes(r) && !Packets::TryGet(Window(g.rank, r, w), j, &all[r])) missing = r;
+        }
+        if (missing < 0) break;
+        if (!t.Wait(size_t{1} << 40 | j, missing)) return false;
+      }
+      const Pack total = WithType<Type>(t, [&](auto type) {
+        using Each = decltype(type);
+        typename Each::Sum sum;
+        Each::Start(&sum, Pack{});
+        JIN_UNROLL
+        for (int r = 0; r < Ranks<N>::kSlots; ++r) {
+          if (takes(r)) {
+            Packets::Arm(Window(g.rank, r, w), j);
+            Each::Add(&sum, all[r]);
+          } else if (r == g.rank && has_own) {
+            Each::Add(&sum, own);
+          }
+        }
+        return Each::Round(sum);
+      });
+      StoreRow(place.p, place.h, total);
+      return true;
+    }
+
+    // Hears the notices, and that the last windows have been taken. The call had so many.
+    JIN_FN bool Finish(uint32_t windows) const {
+      t.Sync();  // no thread of the block looks for room any more
+      for (int i = t.FirstUpdate(); i < 2 * Size(); i += t.Threads()) {
+        const int r = i % Size();
+        if (r == g.rank) continue;
+        Pack notice;
+        while (i < Size() ? !FlaggedPackets::TryGet(Notice(g.rank, r), 0, &notice)
+                          : windows > 2 && !HasTaken(g, r, t.Block(), windows - 2)) {
+          if (!t.Wait(i, r)) return false;
+        }
+        if (i < Size()) {
+          FlaggedPackets::Arm(Notice(g.rank, r), 0);
+        } else if (windows > 2) {
+          ClearTaken(g, r, t.Block());
+        }
+      }
+      return true;
+    }
+  };
+};
+
+}  // namespace jax_intranode

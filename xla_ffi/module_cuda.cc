@@ -55,6 +55,10 @@ struct CudaBackend {
     of_matmul["initialize"] = HandlerCapsule(&CudaCollectiveMatmulInitialize);
     of_matmul["execute"] = HandlerCapsule(&CudaCollectiveMatmul);
     (*all)["jax_intranode_collective_matmul"] = of_matmul;
+    nb::dict of_layout;
+    of_layout["instantiate"] = HandlerCapsule(&CudaLayoutInstantiate);
+    of_layout["execute"] = HandlerCapsule(&CudaLayout);
+    (*all)["jax_intranode_moe_layout"] = of_layout;
     nb::dict of_few_rows;
     of_few_rows["instantiate"] = HandlerCapsule(&CudaFewRowsInstantiate);
     of_few_rows["execute"] = HandlerCapsule(&CudaFewRows);

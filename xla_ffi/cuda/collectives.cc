@@ -88,6 +88,14 @@ cudaError_t Launch(const DeviceOperation& o, const DeviceGroup& group, const Rag
                       &call, stream);
 }
 
+cudaError_t Launch(const DeviceOperation& o, const DeviceGroup& group, const ExpertsCall& call,
+                   cudaStream_t stream) {
+  return LaunchKernel(
+      ExpertsKernel(o.algorithm, o.type, group.size), o, group,
+      OperationWordOfDigest(o.algorithm, DigestOf(call, static_cast<uint64_t>(o.type))), &call,
+      stream);
+}
+
 cudaError_t Launch(const DeviceOperation& o, const DeviceGroup& group, const NormCall& call,
                    cudaStream_t stream) {
   const uint64_t digest =

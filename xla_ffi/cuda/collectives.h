@@ -4,6 +4,7 @@
 #include <cuda_runtime_api.h>
 
 #include "../kernels/algorithms.h"
+#include "../kernels/experts_call.h"
 #include "../kernels/group.h"
 #include "../kernels/hybrid_cube_mesh.h"
 #include "../kernels/norm.h"
@@ -43,7 +44,8 @@ const void* FlaggedKernel(Algorithm algorithm, ElementType type, int size, CallK
                           bool in_segments);
 const void* BarePermuteKernel(bool aligned);
 const void* FlaggedPermuteKernel(bool aligned);
-const void* RaggedKernel(bool bare);  // ragged.cu
+const void* RaggedKernel(bool bare);                                         // ragged.cu
+const void* ExpertsKernel(Algorithm algorithm, ElementType type, int size);  // experts.cu
 const void* NormKernel(ElementType type, int size, bool aligned);
 
 struct LaunchShape {
@@ -71,6 +73,8 @@ cudaError_t Launch(const DeviceOperation& operation, const DeviceGroup& group, c
                    cudaStream_t stream);
 cudaError_t Launch(const DeviceOperation& operation, const DeviceGroup& group,
                    const RaggedCall& call, cudaStream_t stream);
+cudaError_t Launch(const DeviceOperation& operation, const DeviceGroup& group,
+                   const ExpertsCall& call, cudaStream_t stream);
 
 // Whether blocks of this shape can work on rows of this length.
 bool NormFits(ElementType type, const NormCall& call, LaunchShape shape);

@@ -35,6 +35,10 @@ XLA_FFI_Error* CudaCollectiveMatmul(XLA_FFI_CallFrame* frame);
 XLA_FFI_Error* CudaFewRowsInstantiate(XLA_FFI_CallFrame* frame);
 XLA_FFI_Error* CudaFewRows(XLA_FFI_CallFrame* frame);
 
+// experts_cuda.cc
+XLA_FFI_Error* CudaLayoutInstantiate(XLA_FFI_CallFrame* frame);
+XLA_FFI_Error* CudaLayout(XLA_FFI_CallFrame* frame);
+
 // peer_cuda.cc: the handlers behind calls on peer buffers (jax_intranode/include).
 using DevicePeerBuffer = PeerBuffer<DeviceCommunicator>;
 using DevicePeerBuffers = PeerBuffers<DeviceCommunicator>;

@@ -17,7 +17,9 @@ from jax import lax
 from jax.interpreters import ad, mlir
 from jax.typing import ArrayLike
 
+from jax_intranode._src.group import partition as partition_lib
 from jax_intranode._src.health import call_sites
+from jax_intranode._src.native import definitions
 from jax_intranode._src.ops import collective, fallback, matmul_arguments
 from jax_intranode._src.ops.annotations import AxisNames
 from jax_intranode._src.ops.collective import AllGatherParams, Params, all_gather_p
@@ -392,8 +394,27 @@ class _ByLax(Params):
 
 
 def _decide_layout(site: LoweringSite, avals: Sequence[Any], params: MoeParams) -> Decision:
+    # It does not communicate, but the kernel asks the communicator for its rank.
+    selected = select.Selection("lax", "on CPU devices")
+    if site.platforms == ("cuda",):
+        rows = avals[0].update(shape=avals[0].shape[1:2], dtype=np.dtype(np.float32))
+        selected = _select("moe_dispatch", site, [rows, *avals], params)
+
     def lower(ctx: Any, *xs: Any) -> list[Any]:
-        return list(mlir.lower_fun(partial(_layout, params), True)(ctx, *xs))
+        if selected.algorithm == "lax":
+            return list(mlir.lower_fun(partial(_layout, params), True)(ctx, *xs))
+        groups = partition_lib.partition(site.mesh, params.axes)
+        return list(
+            jax.ffi.ffi_lowering("jax_intranode_moe_layout")(
+                ctx,
+                *xs,
+                device_ids=np.array(groups.device_ids, np.int64),
+                group_size=np.int64(groups.group_size),
+                algorithm=np.int32(definitions.ALGORITHMS.index(selected.algorithm)),
+                site=collective.site_of(ctx, layout_p.operation),
+                capacity=np.int64(params.capacity),
+            )
+        )
 
     return Decision(lower, lambda: [])
 

@@ -303,18 +303,23 @@ def _dispatch(params: MoeParams, x: Any, places: Any, ranks: Any, used: Any) -> 
 
 
 def _combine(params: MoeParams, x: Any, weights: Any, places: Any, ranks: Any) -> list[Any]:
-    wide = jnp.promote_types(x.dtype, np.float32)
+    wide = _wide(x.dtype)
     partial_sum: Any = 0
     for choice in range(places.shape[2]):
         place = places[..., choice]
         row = jnp.take(x, jnp.where(place < 0, len(x), place), axis=0, mode="fill", fill_value=0)
-        partial_sum += row.astype(wide) * weights[..., choice, None]
+        partial_sum += row.astype(wide) * weights[..., choice, None].astype(wide)
     partial_sum = jnp.broadcast_to(partial_sum, (*places.shape[:2], x.shape[1]))
     of_ranks = lax.all_to_all(_from_zero(partial_sum).astype(x.dtype), params.axes, 0, 0)
     total: Any = 0
     for rank in range(params.world_size):
         total += of_ranks[rank].astype(wide)
     return [_from_zero(total).astype(x.dtype)]
+
+
+def _wide(dtype: Any) -> Any:
+    """The dtype in which sums are added."""
+    return np.float64 if dtype == np.float64 else np.float32
 
 
 def _from_zero(total: Any) -> Any:
@@ -479,7 +484,7 @@ def _cotangents(
     places, ranks = layout
     used = places.max().reshape(1) + 1
     (rows,) = dispatch_p.bind(ct, places, ranks, used, params=params)
-    wide, kept = jnp.promote_types(rows.dtype, np.float32), places >= 0
+    wide, kept = _wide(rows.dtype), places >= 0
     of_x = of_weights = None
     if weights is not None:
         at = jnp.where(kept, places, params.capacity)

@@ -1,0 +1,297 @@
+"""moe_dispatch and moe_combine: gradients, transformations, errors, and where lax runs them.
+
+cases_of_experts.py compares their results with NumPy's, for random routings.
+"""
+
+import logging
+import re
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import expert_routings
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from cases import line, make_mesh, sharded
+from devices import need_devices
+from jax import export
+from jax.sharding import PartitionSpec as P
+
+import jax_intranode
+
+N, TOKENS, HIDDEN, TOP, EXPERTS = 2, 6, 8, 3, 4
+
+
+@pytest.fixture(autouse=True)
+def devices() -> Iterator[None]:
+    need_devices(N)
+    yield
+
+
+def operands(seed: int = 0, dtype: str = "float32") -> tuple[Any, Any, Any, Any]:
+    """Tokens, experts, weights, and what the experts multiply by; of all ranks."""
+    rng = np.random.default_rng(seed)
+    x, weights = expert_routings.operands(rng, N, TOKENS, HIDDEN, TOP, dtype)
+    ids = expert_routings.routing(rng, N, TOKENS, TOP, EXPERTS, "some none")
+    factors = rng.uniform(0.5, 2, (EXPERTS, HIDDEN)).astype(x.dtype)
+    x, ids, weights, factors = (
+        jnp.asarray(v.reshape(-1, v.shape[-1])) for v in (x, ids, weights, factors)
+    )
+    return x, ids, weights, factors
+
+
+def layer(capacity: int | None = None, wrap: Any = lambda f: f, axes: Any = "x") -> Any:
+    """(x, ids, weights, factors) of a rank -> the results; experts multiply and take a sine."""
+
+    def of_experts(x: Any, ids: Any, weights: Any, factors: Any) -> Any:
+        rows, sizes, state = jax_intranode.moe_dispatch(
+            x, ids, weights, axes, num_experts=EXPERTS, capacity=capacity
+        )
+        expert = jnp.repeat(jnp.arange(len(sizes)), sizes, total_repeat_length=len(rows))
+        return jax_intranode.moe_combine(jnp.sin(rows * factors[expert]), state)
+
+    return wrap(of_experts)
+
+
+def dense(x: Any, ids: Any, weights: Any, factors: Any) -> Any:
+    of_all = jnp.sin(x[:, None] * factors)
+    chosen = jnp.take_along_axis(of_all, jnp.maximum(ids, 0)[..., None], 1)
+    return (chosen * jnp.where(ids < 0, 0, weights)[..., None]).sum(1)
+
+
+def program(body: Any, check_vma: bool = True) -> Callable[..., Any]:
+    return sharded(body, line(N), P("x"), P("x"), check_vma)
+
+
+def loss(f: Any, *args: Any) -> Any:
+    return (f(*args) * jnp.arange(HIDDEN)).sum()
+
+
+def gradients(f: Any, x: Any, ids: Any, weights: Any, factors: Any) -> Any:
+    g = jax.value_and_grad(lambda x, w, v: loss(f, x, ids, w, v), (0, 1, 2))
+    return jax.jit(g)(x, weights, factors)
+
+
+def assert_close(found: Any, wanted: Any) -> None:
+    for v, w in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
+        np.testing.assert_allclose(v, w, rtol=2e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_gradients_are_those_of_the_dense_layer(check_vma: bool) -> None:
+    args = operands()
+    assert_close(gradients(program(layer(), check_vma), *args), gradients(dense, *args))
+
+
+@pytest.mark.parametrize(
+    "wrap",
+    [
+        jax.checkpoint,
+        lambda f: lambda *args: jax.lax.cond(args[0].sum() < 1e6, f, lambda *a: a[0], *args),
+        lambda f: lambda x, *args: jax.lax.scan(lambda v, _: (f(v, *args), None), x, None, 1)[0],
+    ],
+    ids=["checkpoint", "cond", "scan"],
+)
+def test_gradients_through_transformations(wrap: Any) -> None:
+    args = operands(1)
+    f = program(layer(wrap=wrap))
+    assert_close(gradients(f, *args), gradients(dense, *args))
+
+
+def test_forward_mode_and_second_derivatives() -> None:
+    x, ids, weights, factors = operands(2)
+    tangents = tuple(jnp.cos(v) for v in (x, weights, factors))
+
+    def derivatives(f: Any) -> Any:
+        def of(x: Any, w: Any, v: Any) -> Any:
+            return loss(f, x, ids, w, v)
+
+        def directional(*primals: Any) -> Any:
+            return jax.jvp(of, primals, tangents)[1]
+
+        primals = x, weights, factors
+        return jax.jit(jax.value_and_grad(directional, (0, 1, 2)))(*primals)
+
+    assert_close(derivatives(program(layer())), derivatives(dense))
+
+
+def test_gradients_of_dropped_rows_are_zero() -> None:
+    x, ids, weights, factors = operands(3)
+    of_ranks = [np.asarray(v).reshape(N, TOKENS, -1) for v in (x, ids)]
+    wanted = expert_routings.expected(*of_ranks, EXPERTS, 5)
+    kept = np.zeros(ids.shape, bool)
+    for of_rank in wanted.rows:
+        for source, token, choice in of_rank:
+            kept[source * TOKENS + token, choice] = True
+    assert wanted.dropped.sum() == (ids >= 0).sum() - kept.sum() > 0
+    args = x, np.where(kept, ids, -1), weights, factors
+    found = gradients(program(layer(5)), x, ids, weights, factors)
+    assert_close(found, gradients(dense, *args))
+
+
+def test_backward_has_one_exchange_for_outputs_and_weights() -> None:
+    args = operands()
+    f = program(layer())
+
+    def of(x: Any, w: Any, v: Any) -> Any:
+        return loss(f, x, args[1], w, v)
+
+    found = jax_intranode.explain(jax.value_and_grad(of, (0, 1, 2)))(args[0], *args[2:])
+    names = [call.operation for call in found if call.algorithm != "lax"]
+    # Forward, and then the gradients of the combine and of the dispatch.
+    assert names.count("moe_dispatch") == names.count("moe_combine") == 2
+
+
+def test_state_is_a_value() -> None:
+    """It leaves the shard_map, and another one takes it."""
+    x, ids, weights, _ = operands(4)
+
+    def dispatch(x: Any, ids: Any, weights: Any) -> Any:
+        rows, _, state = jax_intranode.moe_dispatch(x, ids, weights, "x", num_experts=EXPERTS)
+        return rows, state
+
+    rows, state = jax.jit(program(dispatch))(x, ids, weights)
+    assert (state.axes, state.num_experts, state.tokens) == (("x",), EXPERTS, TOKENS)
+    y = jax.jit(program(jax_intranode.moe_combine))(rows, state)
+    wanted = (jnp.where(ids < 0, 0, weights).sum(1)[:, None]) * x
+    np.testing.assert_allclose(y, wanted, rtol=1e-5, atol=1e-6)
+
+
+def test_over_two_axes_and_beside_another() -> None:
+    need_devices(8)
+    rng = np.random.default_rng(0)
+    mesh = make_mesh((2, 2, 2), ("a", "b", "c"))
+    x, weights = expert_routings.operands(rng, 8, TOKENS, HIDDEN, TOP, "float32")
+    ids = expert_routings.routing(rng, 8, TOKENS, TOP, EXPERTS, "any")
+
+    def body(*xs: Any) -> Any:
+        def of(*xs: Any) -> Any:
+            rows, _, state = jax_intranode.moe_dispatch(*xs, ("c", "a"), num_experts=EXPERTS)
+            return jax_intranode.moe_combine(rows, state)
+
+        return of(*(v[0, 0, 0] for v in xs))[None, None, None]
+
+    args = [v.reshape(2, 2, 2, TOKENS, -1) for v in (x, ids, weights)]
+    f = jax.jit(sharded(body, mesh, P("a", "b", "c"), P("a", "b", "c")))
+    found = f(*args)
+    for b in range(2):
+        x_b, ids_b, weights_b = (v[:, b].swapaxes(0, 1).reshape(4, TOKENS, -1) for v in args)
+        wanted = expert_routings.expected(x_b, ids_b, EXPERTS, 4 * TOKENS)
+        y = wanted.combined(wanted.received, weights_b).reshape(2, 2, TOKENS, HIDDEN)
+        np.testing.assert_array_equal(found[:, b].swapaxes(0, 1), y)
+
+
+def test_vmap_and_eager() -> None:
+    batches = [operands(seed) for seed in (5, 6)]
+    f = program(layer())
+    stacked = [np.stack(of_all) for of_all in zip(*batches, strict=True)]
+    each = [f(*args) for args in batches]
+    np.testing.assert_array_equal(jax.jit(jax.vmap(f))(*stacked), np.stack(each))
+
+
+def test_outputs_of_another_length_and_dtype() -> None:
+    x, ids, weights, _ = operands(7)
+
+    def body(x: Any, ids: Any, weights: Any) -> Any:
+        rows, _, state = jax_intranode.moe_dispatch(x, ids, weights, "x", num_experts=EXPERTS)
+        wide = jnp.concatenate([rows, rows], 1).astype(jnp.bfloat16)
+        return jax_intranode.moe_combine(wide, state)
+
+    y = jax.jit(program(body))(x, ids, weights)
+    assert y.shape == (N * TOKENS, 2 * HIDDEN) and y.dtype == jnp.bfloat16
+    wanted = (jnp.where(ids < 0, 0, weights).sum(1)[:, None]) * x
+    np.testing.assert_allclose(y[:, :HIDDEN].astype(np.float32), wanted, rtol=0.02, atol=0.02)
+
+
+# Where lax runs them.
+
+
+def test_export_falls_back() -> None:
+    args = operands(8)
+    f = jax.jit(program(layer()))
+    platform = jax.devices()[0].platform
+    exported = export.export(f, platforms=["cuda" if platform == "gpu" else platform])(*args)
+    assert "custom_call @jax_intranode" not in exported.mlir_module()
+    assert_close(exported.call(*args), dense(*args))
+
+
+def test_one_rank() -> None:
+    args = operands(9)
+    f = jax.jit(sharded(layer(), line(1), P("x"), P("x")))
+    assert_close(f(*args), dense(*args))
+
+
+def test_axis_of_vmap() -> None:
+    x, ids, weights, factors = operands(10)
+    args = [v.reshape(N, -1, v.shape[-1]) for v in (x, ids, weights, factors)]
+    found = jax.vmap(layer(), axis_name="x")(*args)
+    assert_close(found.reshape(x.shape), dense(x, ids, weights, factors))
+
+
+@pytest.mark.parametrize("dtype", ["float64", "float8_e4m3fn"])
+def test_other_dtypes_fall_back(dtype: str) -> None:
+    with jax.enable_x64(True):
+        args = operands(11)
+        x = jnp.asarray(args[0]).astype(dtype)
+
+        def body(*xs: Any) -> Any:
+            return expert_routings.layer(lambda rows: rows, EXPERTS, None)(*xs)[3]
+
+        f = program(body)
+        calls = jax_intranode.explain(f)(x, *args[1:3])
+        of_experts = [call for call in calls if call.operation.startswith("moe")]
+        assert len(of_experts) == 2
+        assert all(call.algorithm == "lax" and dtype in call.reason for call in of_experts)
+        wanted = jnp.where(args[1] < 0, 0, args[2]).sum(1)[:, None] * x.astype(np.float32)
+        found = jax.jit(f)(x, *args[1:3]).astype(np.float32)
+        np.testing.assert_allclose(found, wanted, rtol=0.1, atol=0.2)
+
+
+def test_room_for_all_is_logged(caplog: Any) -> None:
+    x, ids, weights, factors = operands(12)
+    with caplog.at_level(logging.INFO, "jax_intranode.fallbacks"):
+        jax.jit(program(layer())).lower(x, ids, weights, factors)
+        jax.jit(program(layer(7))).lower(x, ids, weights, factors)
+    lines = [r.getMessage() for r in caplog.records if "moe_dispatch" in r.getMessage()]
+    rows = N * TOKENS * min(TOP, EXPERTS // N)
+    assert len(lines) == 1
+    assert re.search(
+        rf"test_moe.py:\d+ has {rows} rows for what it receives, {rows * HIDDEN * 4} bytes: "
+        "capacity=None drops nothing",
+        lines[0],
+    )
+
+
+# Errors.
+
+
+@pytest.mark.parametrize(
+    ("change", "options", "error", "text"),
+    [
+        (lambda x, i, w: (x, i, w), {"num_experts": 5}, ValueError, "num_experts is 5; .* 2"),
+        (lambda x, i, w: (x, i, w), {"num_experts": 2.5}, TypeError, "num_experts is 2.5"),
+        (lambda x, i, w: (x, i, w), {"num_experts": 4, "capacity": 0}, ValueError, "capacity is 0"),
+        (lambda x, i, w: (x, i, w[:, :1]), {"num_experts": 4}, ValueError, r".* weights \(6, 1\)"),
+        (lambda x, i, w: (x[0], i, w), {"num_experts": 4}, ValueError, r"tokens has the shape"),
+        (lambda x, i, w: (x, w, w), {"num_experts": 4}, TypeError, "expert_ids has .* float32"),
+        (lambda x, i, w: (i, i, w), {"num_experts": 4}, TypeError, "tokens has .* int32"),
+    ],
+)
+def test_wrong_arguments(change: Any, options: Any, error: Any, text: str) -> None:
+    def body(*xs: Any) -> Any:
+        return jax_intranode.moe_dispatch(*change(*xs), "x", **options)[0]
+
+    with pytest.raises(error, match=f"moe_dispatch: {text}"):
+        program(body)(*operands()[:3])
+
+
+def test_wrong_state() -> None:
+    with pytest.raises(TypeError, match="moe_combine: state is a tuple"):
+        jax_intranode.moe_combine(jnp.ones((2, 2)), ())  # type: ignore[arg-type]
+
+
+def test_unbound_axis() -> None:
+    x, ids, weights, _ = operands()
+    with pytest.raises(NameError, match="unbound axis name"):
+        jax_intranode.moe_dispatch(x, ids, weights, "x", num_experts=EXPERTS)

@@ -45,6 +45,7 @@ namespace jax_intranode {
 const void* FlaggedKernel(Algorithm, ElementType, int, CallKind, bool) { return nullptr; }
 const void* FlaggedPermuteKernel(bool) { return nullptr; }
 const void* RaggedKernel(bool) { return nullptr; }
+const void* ExpertsKernel(Algorithm, ElementType, int) { return nullptr; }
 const void* NormKernel(ElementType, int, bool) { return nullptr; }
 
 }  // namespace jax_intranode

@@ -61,6 +61,9 @@ cudaError_t Launch(const DeviceOperation& operation, const DeviceGroup&, const P
   permutations_of_call = operation.permutations;
   return next_status;
 }
+cudaError_t Launch(const DeviceOperation&, const DeviceGroup&, const ExpertsCall&, cudaStream_t) {
+  return next_status;
+}
 cudaError_t Launch(const DeviceOperation&, const DeviceGroup&, const RaggedCall&, cudaStream_t) {
   return next_status;
 }

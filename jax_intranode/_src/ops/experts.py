@@ -200,6 +200,21 @@ def moe_combine(outputs: ArrayLike, state: MoeState) -> jax.Array:
         TypeError: `outputs` is not an array of floats, or `state` not what `moe_dispatch` returns.
         ValueError: `outputs` does not have two dimensions.
         NameError: an axis is not bound.
+
+    Examples:
+        Each token comes back as the sum of its weights times itself:
+
+        >>> @jax.jit
+        ... @jax.shard_map(mesh=mesh, in_specs=P("model"), out_specs=P("model"))
+        ... def there_and_back(x, ids, weights):
+        ...     received, _, state = jax_intranode.moe_dispatch(
+        ...         x, ids, weights, "model", num_experts=4
+        ...     )
+        ...     return jax_intranode.moe_combine(received, state)
+        >>> ids, weights = jnp.array([[0, 3], [2, 1]]), jnp.array([[0.5, 0.25], [1.0, 2.0]])
+        >>> print(there_and_back(jnp.array([[4.0], [1.0]]), ids, weights))
+        [[3.]
+         [3.]]
     """
     name = "moe_combine"
     if not isinstance(state, MoeState):

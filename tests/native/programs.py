@@ -165,8 +165,8 @@ SOUND = {
         ],
     },
     "ragged_model": {
-        "quick": ["sound 2 2 full"],
-        "full": ["sound 2 3 quick"],
+        "quick": ["sound 2 2 full", "sound 2 2 experts"],
+        "full": ["sound 2 3 quick", "sound 2 3 experts", "sound 3 2 experts"],
         "long": ["sound 2 3 full", "sound 3 2 quick"],
     },
     "peer_model": {"long": ["sound 2 3 full", "sound 2 4 quick", "sound 3 2 full"]},

@@ -8,8 +8,8 @@
 // -1 there.
 //
 // A call is one operation of group.h and takes one epoch, whatever `ranks` and `places` say: each
-// block sends a notice to the block of its number on each rank, and hears all of them before it
-// ends. So the argument of group.h holds.
+// block sends a notice to the block of its number on each rank, and hears all of them after the
+// first window. So the argument of group.h holds.
 //
 // The stream between two ranks has the same places in both directions: place p * P + h is pack h of
 // token p, of P packs that a row takes. Places of tokens that don't cross stay empty; both ranks
@@ -21,9 +21,11 @@
 // Sums are float32 and start at 0; products are rounded before they are added.
 //
 // Windows, `taken`, and why nobody waits for ever are those of ragged.h, with streams of the same
-// length between all ranks. Each byte of a result has one writer.
+// length between all ranks. A window may be empty, so what orders `taken` of this call behind that
+// of the last one is a notice: d tells s of a window when it has heard the notice of s, which s has
+// sent in this call, behind the clearing. Each byte of a result has one writer.
 //
-// Model: tests/native/model/experts_model.cc.
+// Model: tests/native/model/ragged_model.cc.
 #pragma once
 
 #include "experts_call.h"
@@ -33,9 +35,9 @@
 namespace jax_intranode {
 
 // `N` is the group's size where it is known when compiling, else 0.
-template <class Type, int N, bool kCombines>
+template <class Type, int N, bool kCombines, class PacketsOfType = typename Type::Packets>
 struct Experts {
-  using Packets = typename Type::Packets;
+  using Packets = PacketsOfType;
 
   // Runs the call from step `*step` on. False: a wait was given up; the step may be resumed.
   template <class Thread, class G>
@@ -47,14 +49,17 @@ struct Experts {
     const uint32_t window = c.window > stride ? c.window - c.window % stride : c.window;
     const uint32_t ahead = window < stride || stride == 1 ? window : stride;
     const Body<Thread, G> body{t, g, c, epoch, row_packs, window, ahead, c.tokens * row_packs};
-    if (*step == 0) {
-      body.Begin();
-      ++*step;
-    }
     for (;; ++*step) {
-      const uint32_t w = *step - 1;
-      if (w * window >= body.places) return body.Finish(w);
-      if (!body.Exchange(w)) return false;
+      const uint32_t w = (*step - 1) / 2;
+      bool done = true;
+      if (*step == 0) {
+        body.Begin();
+      } else if (w * window >= body.places) {
+        return body.Finish(w);
+      } else {
+        done = *step % 2 == 1 ? body.Exchange(w) : body.Tell(w);
+      }
+      if (!done) return false;
     }
   }
 
@@ -253,10 +258,23 @@ struct Experts {
         k = 1;
       }
       t.Arrived();  // each window is waited for by itself
-      if (left <= 2 * window) return true;
+      return true;
+    }
+
+    // Tells that window w has been taken; before that hears the notices. So a rank that is told has
+    // begun this call, and cleared what it was told in the last one.
+    JIN_FN bool Tell(uint32_t w) const {
       t.Sync();  // every thread of the block has armed what it received
-      for (int r = t.Thread(); r < Size(); r += t.Threads()) {
-        if (r != g.rank) TellTaken(g, r, t.Block(), w + 1);
+      for (int r = t.FirstUpdate(); r < Size(); r += t.Threads()) {
+        if (r == g.rank) continue;
+        if (w == 0) {
+          Pack notice;
+          while (!FlaggedPackets::TryGet(Notice(g.rank, r), 0, &notice)) {
+            if (!t.Wait(r, r)) return false;
+          }
+          FlaggedPackets::Arm(Notice(g.rank, r), 0);
+        }
+        if (places - w * window > 2 * window) TellTaken(g, r, t.Block(), w + 1);
       }
       return true;
     }
@@ -298,22 +316,16 @@ struct Experts {
       return true;
     }
 
-    // Hears the notices, and that the last windows have been taken. The call had so many.
+    // Hears that the last windows have been taken. The call had so many.
     JIN_FN bool Finish(uint32_t windows) const {
+      if (windows <= 2) return true;
       t.Sync();  // no thread of the block looks for room any more
-      for (int i = t.FirstUpdate(); i < 2 * Size(); i += t.Threads()) {
-        const int r = i % Size();
+      for (int r = t.FirstUpdate(); r < Size(); r += t.Threads()) {
         if (r == g.rank) continue;
-        Pack notice;
-        while (i < Size() ? !FlaggedPackets::TryGet(Notice(g.rank, r), 0, &notice)
-                          : windows > 2 && !HasTaken(g, r, t.Block(), windows - 2)) {
-          if (!t.Wait(i, r)) return false;
+        while (!HasTaken(g, r, t.Block(), windows - 2)) {
+          if (!t.Wait(r, r)) return false;
         }
-        if (i < Size()) {
-          FlaggedPackets::Arm(Notice(g.rank, r), 0);
-        } else if (windows > 2) {
-          ClearTaken(g, r, t.Block());
-        }
+        ClearTaken(g, r, t.Block());
       }
       return true;
     }

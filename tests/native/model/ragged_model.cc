@@ -1,6 +1,7 @@
-// Checks ragged all-to-alls (kernels/ragged.h) in all their behaviours (machine.h), for few ranks
-// and small messages. The code that runs is that of the kernels and of the CPU backend; only what
-// std::atomic_ref does is replaced.
+// Checks ragged all-to-alls (kernels/ragged.h), and dispatch and combine of experts
+// (kernels/experts.h), which have the same windows, in all their behaviours (machine.h), for few
+// ranks and small messages. The code that runs is that of the kernels and of the CPU backend; only
+// what std::atomic_ref does is replaced.
 //
 //   ragged_model [variant] [ranks] [calls] [depth]
 //
@@ -10,7 +11,8 @@
 // call, and run a part of the sequences. The patterns: a block and packs
 // of which half is sent; two blocks; and writes of all ranks into the same rows. The epoch wraps on
 // the way. The check that all run the same operation is left to collectives_model.cc. `depth` is
-// "quick", which runs some of the sequences, or "full".
+// "quick", which runs some of the sequences, "full", or "experts": then each call is a dispatch or
+// a combine, and the packs of a stream are the tokens that go to a rank.
 //
 // Checked are all results, that no rank waits for ever, that ranks access no words of a peer but
 // packets and those by which blocks tell what they have taken, and that all of these have been
@@ -20,6 +22,7 @@
 //
 #include "half_packets.h"
 #include "totals.h"
+#include "xla_ffi/kernels/experts.h"
 #include "xla_ffi/kernels/ragged.h"
 #include "xla_ffi/kernels/types.h"
 
@@ -32,11 +35,15 @@ constexpr int kMostCalls = 3;
 constexpr int kMostBlocks = 2;
 constexpr int kMostPacks = 5;  // of a stream
 constexpr int kRows = kMostRanks * kMostPacks;
+constexpr int kTokens = 4;  // of a rank, with experts
 
-// The packs that each rank sends to each other one.
+enum class Kind { kRagged, kDispatch, kCombine };
+
+// The packs that each rank sends to each other one; the first tokens, which have experts there.
 struct Plan {
   int packs[kMostRanks][kMostRanks];
   bool overlaps;
+  Kind kind = Kind::kRagged;
 };
 
 struct Variant {
@@ -196,33 +203,13 @@ class Sequence {
     group.rank = rank;
     group.size = ranks_;
     for (size_t k = 0; k < plans_.size(); ++k) {
-      alignas(16) uint32_t in[kMostPacks][4];
-      int32_t tables[4][kMostRanks];
-      for (int i = 0; i < kMostPacks; ++i) {
-        for (int w = 0; w < 4; ++w) in[i][w] = Value(rank, k, i, w);
-      }
-      for (int r = 0; r < ranks_; ++r) {
-        tables[0][r] = 0;
-        tables[1][r] = plans_[k].packs[rank][r];
-        tables[2][r] = PlaceOf(k, rank);
-        tables[3][r] = plans_[k].packs[r][rank];
-      }
-      const jin::RaggedCall call{in,
-                                 local.out[rank][k],
-                                 tables[0],
-                                 tables[1],
-                                 tables[2],
-                                 tables[3],
-                                 16,
-                                 kMostPacks,
-                                 kRows,
-                                 1,
-                                 static_cast<uint32_t>(blocks_)};
-      jin::RaggedTableOf<kMostRanks> table;
       ModelThread thread{block, blocks_};
       const uint32_t epoch = jin::Begin(thread, group);
-      uint32_t step = 0;
-      jin::Ragged<jin::BF16, MaybeBroken>::Run(thread, group, call, table, epoch, &step);
+      if (plans_[k].kind == Kind::kRagged) {
+        RunRagged(thread, group, static_cast<int>(k), epoch);
+      } else {
+        RunExperts(thread, group, static_cast<int>(k), epoch);
+      }
       jin::End(thread, group, epoch);
       // The end of a kernel orders all that its blocks did before all that the next kernel does.
       machine_.AcquireFence();
@@ -231,6 +218,83 @@ class Sequence {
       machine_.Forget(k);
       if (block == 0) CheckCall(rank, static_cast<int>(k));
     }
+  }
+
+  void RunRagged(ModelThread& thread, const ModelGroup& group, int k, uint32_t epoch) {
+    const int rank = group.rank;
+    alignas(16) uint32_t in[kMostPacks][4];
+    int32_t tables[4][kMostRanks];
+    for (int i = 0; i < kMostPacks; ++i) {
+      for (int w = 0; w < 4; ++w) in[i][w] = Value(rank, k, i, w);
+    }
+    for (int r = 0; r < ranks_; ++r) {
+      tables[0][r] = 0;
+      tables[1][r] = plans_[k].packs[rank][r];
+      tables[2][r] = PlaceOf(k, rank);
+      tables[3][r] = plans_[k].packs[r][rank];
+    }
+    const auto window = static_cast<uint32_t>(blocks_);
+    const jin::RaggedCall call{in, local.out[rank][k], tables[0], tables[1], tables[2], tables[3],
+                               16, kMostPacks,         kRows,     1,         window};
+    jin::RaggedTableOf<kMostRanks> table;
+    uint32_t step = 0;
+    jin::Ragged<jin::BF16, MaybeBroken>::Run(thread, group, call, table, epoch, &step);
+  }
+
+  // The row of token p of rank s is s * kTokens + p, on all ranks. Choice d of a token is of rank
+  // d.
+  void RunExperts(ModelThread& thread, const ModelGroup& group, int k, uint32_t epoch) {
+    const int rank = group.rank;
+    const bool combines = plans_[k].kind == Kind::kCombine;
+    alignas(16) float in[kRows][4];
+    float weights[kRows * kMostRanks];
+    int32_t places[kRows * kMostRanks], ranks[kTokens] = {}, used = kRows;
+    for (int row = 0; row < kRows; ++row) {
+      for (int w = 0; w < 4; ++w) in[row][w] = static_cast<float>(Value(rank, k, row, w));
+    }
+    for (int i = 0; i < ranks_ * kTokens * ranks_; ++i) {
+      const int s = i / ranks_ / kTokens, p = i / ranks_ % kTokens, d = i % ranks_;
+      const bool goes = p < plans_[k].packs[s][d];
+      places[i] = goes && d == rank ? s * kTokens + p : -1;
+      weights[i] = 2;
+      if (goes && s == rank) ranks[p] |= 1 << d;
+    }
+    const jin::ExpertsCall call{.in = in,
+                                .out = local.out[rank][k],
+                                .weights = weights,
+                                .places = places,
+                                .ranks = ranks,
+                                .used = &used,
+                                .row_bytes = 16,
+                                .tokens = kTokens,
+                                .choices = static_cast<uint32_t>(ranks_),
+                                .capacity = kRows,
+                                .window = static_cast<uint32_t>(blocks_),
+                                .aligned = true};
+    uint32_t step = 0;
+    if (combines) {
+      jin::Experts<jin::F32, 0, true, MaybeBroken>::Run(thread, group, call, epoch, &step);
+    } else {
+      jin::Experts<jin::F32, 0, false, MaybeBroken>::Run(thread, group, call, epoch, &step);
+    }
+  }
+
+  // What a word of the result of a call with experts must be.
+  uint32_t WantedOfExperts(int rank, int k, int row, int word) const {
+    const int s = row / kTokens, p = row % kTokens;
+    const auto bits = [](float value) { return std::bit_cast<uint32_t>(value); };
+    if (plans_[k].kind == Kind::kDispatch) {
+      const bool came = s < ranks_ && p < plans_[k].packs[s][rank];
+      return came ? bits(static_cast<float>(Value(s, k, p, word))) : 0x5A5A5A5A;
+    }
+    if (row >= kTokens) return 0x5A5A5A5A;
+    float sum = 0;
+    for (int d = 0; d < ranks_; ++d) {
+      if (p < plans_[k].packs[rank][d]) {
+        sum += 2 * static_cast<float>(Value(d, k, rank * kTokens + p, word));
+      }
+    }
+    return bits(sum);
   }
   int PlaceOf(int k, int source) const { return plans_[k].overlaps ? 0 : source * kMostPacks; }
 
@@ -242,8 +306,9 @@ class Sequence {
         if (from >= 0 && from < plans_[k].packs[r][rank]) writer = r;
       }
       for (int w = 0; w < 2; ++w) {  // of half packets
-        const uint32_t wanted =
-            writer < 0 ? 0x5A5A5A5A : Value(writer, k, row - PlaceOf(k, writer), w);
+        const uint32_t wanted = plans_[k].kind != Kind::kRagged ? WantedOfExperts(rank, k, row, w)
+                                : writer < 0 ? 0x5A5A5A5A
+                                             : Value(writer, k, row - PlaceOf(k, writer), w);
         if (local.out[rank][k][row][w] != wanted) {
           machine_.Fail("wrong: the result of call " + std::to_string(k) + " on rank " +
                         std::to_string(rank));
@@ -318,12 +383,13 @@ int main(int argc, char** argv) {
                              {"first_word_only", {&Variant::first_word_only}}});
   if (!totals.Fit(known, kMostRanks, kMostCalls)) return 2;
   model::TheMemory().no_acquire = broken.no_acquire;
-  const bool quick = totals.more == "quick";
+  const bool quick = totals.more == "quick", experts = totals.more == "experts";
   size_t kinds = 1;
   for (int k = 0; k < ranks * (ranks - 1); ++k) kinds *= 3;
   size_t sequences = 1;
   for (int k = 0; k < calls; ++k) sequences *= kinds;
   for (int pattern = 0; pattern < 3; ++pattern) {
+    if (pattern > 0 && experts) continue;
     if (ranks > 2 && pattern == 1) continue;
     const int blocks = pattern == 1 ? 2 : 1;
     for (size_t number = 0; number < sequences; ++number) {
@@ -334,8 +400,9 @@ int main(int argc, char** argv) {
       for (int k = 0; k < calls; ++k) {
         size_t rest = number;
         for (int later = 0; later < k; ++later) rest /= kinds;
-        plans.push_back(
-            PlanOf(ranks, rest % kinds, blocks == 2 || ranks > 2 ? 3 : kMostPacks, pattern == 2));
+        const int longest = experts ? kTokens : blocks == 2 || ranks > 2 ? 3 : kMostPacks;
+        plans.push_back(PlanOf(ranks, rest % kinds, longest, pattern == 2));
+        if (experts) plans.back().kind = (number + k) % 2 == 0 ? Kind::kDispatch : Kind::kCombine;
         names += " " + std::to_string(rest % kinds);
       }
       if (totals.IsWrong(Sequence(ranks, plans, blocks).Search(), names)) return 1;

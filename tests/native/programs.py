@@ -90,6 +90,7 @@ SOUND = {
             "sound 8 100 30 mesh",
             "sound 3 300 30 permutes",
             "sound 2 300 30 ragged",
+            "sound 3 300 30 experts",
             "offsets",
         ],
         "full": [
@@ -102,6 +103,8 @@ SOUND = {
             "sound 8 400 30 permutes",
             "sound 2 2000 30 ragged",
             "sound 8 400 30 ragged",
+            "sound 2 2000 30 experts",
+            "sound 8 400 30 experts",
         ],
     },
     # Ranks, processes, rounds.
@@ -370,7 +373,11 @@ BROKEN = (
             tier,
             _ENDS[ends],
         )
-        for kind, variants in (("permutes", _PROTOCOL_PERMUTES), ("ragged", _PROTOCOL_RAGGED))
+        for kind, variants in (
+            ("permutes", _PROTOCOL_PERMUTES),
+            ("ragged", _PROTOCOL_RAGGED),
+            ("experts", _PROTOCOL_RAGGED),
+        )
         for variant, ends in variants
         for ranks, tier in [(2, "quick"), (4, "full")]
     ]
@@ -405,6 +412,7 @@ BROKEN = (
         ("ragged_model", variant + " 2 2", "quick" if k % 3 == 0 else "full", _ENDS_WRONG)
         for k, variant in enumerate(_RAGGED)
     ]
+    + [("ragged_model", variant + " 2 2 experts", "quick", _ENDS_WRONG) for variant in _RAGGED]
     + [
         ("peer_model", f"{variant} {ranks} 3", "full", _ENDS_WRONG)
         for variant, worlds in _PEER_BUFFERS

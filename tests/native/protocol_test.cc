@@ -4,13 +4,13 @@
 // places. Results lie at any address, with guard bytes before and after. The epoch wraps in the
 // middle of the calls.
 //
-//   protocol_test [variant] [ranks] [calls] [patience] [mesh|permutes|ragged]
+//   protocol_test [variant] [ranks] [calls] [patience] [mesh|permutes|ragged|experts]
 //   protocol_test offsets
 //
 // "offsets" runs the last segment of messages of more than 4 GiB, of which no other part exists.
 //
 // A thread that waits longer than `patience` seconds ends the test. Permutes have regions of their
-// own; with "permutes" or "ragged" there are no other calls. With "mesh" the ranks are a
+// own; with "permutes", "ragged" or "experts" there are no other calls. With "mesh" the ranks are a
 // hybrid cube mesh, in a shuffled order, and all calls are of that algorithm. A rank has no address
 // of the regions of those that it is not linked to, so a byte that it sends them ends the program.
 //
@@ -33,6 +33,7 @@
 #include <thread>
 #include <vector>
 
+#include "tests/native/expert_tables.h"
 #include "tests/native/kernel_of.h"
 #include "tests/native/protocol_thread.h"
 #include "tests/native/ragged_tables.h"
@@ -100,6 +101,7 @@ struct Plan {
   // Of a permute: of each buffer the source of each rank, or -1.
   std::vector<std::vector<int>> sources = {};
   jin::RaggedTables tables = {};
+  jin::ExpertTables experts = {};
 
   bool Permutes() const { return algorithm == jin::Algorithm::kPermute; }
   bool IsExtreme() const { return jin::ReductionOf(algorithm) != jin::Reduction::kSum; }
@@ -280,6 +282,24 @@ bool RunRagged(HostThread& t, const TestGroup& g, const jin::Buffer& whole, cons
   return true;
 }
 
+bool RunExperts(HostThread& t, const TestGroup& g, const jin::Buffer& whole, const Plan& plan) {
+  using Packets = MaybeBroken<jin::BarePackets>;
+  const auto row_bytes = static_cast<uint32_t>(plan.bytes / plan.experts.rows);
+  const jin::ExpertsCall call = plan.experts.CallOf(g.rank, whole.in, whole.out, row_bytes);
+  const uint32_t epoch = jin::Begin(t, g);
+  uint32_t step = 0;
+  const auto run = [&](auto body) { return body.Run(t, g, call, epoch, &step); };
+  if (plan.algorithm == jin::Algorithm::kDispatch) {
+    if (!run(jin::Experts<jin::BF16, 0, false, Packets>{})) return false;
+  } else if (g.size == 2) {
+    if (!run(jin::Experts<jin::F32, 2, true, Packets>{})) return false;
+  } else if (!run(jin::Experts<jin::F32, 0, true, Packets>{})) {
+    return false;
+  }
+  jin::End(t, g, epoch);
+  return true;
+}
+
 bool RunPlan(HostThread& t, const TestGroup& g, const jin::Buffer& whole, const Plan& plan) {
   if (plan.tables.updates > 0) {
     using Bare = jin::Ragged<jin::BF16, MaybeBroken<jin::BarePackets>>;
@@ -287,6 +307,7 @@ bool RunPlan(HostThread& t, const TestGroup& g, const jin::Buffer& whole, const 
     return plan.floating ? RunRagged<Bare>(t, g, whole, plan)
                          : RunRagged<Flagged>(t, g, whole, plan);
   }
+  if (plan.experts.tokens > 0) return RunExperts(t, g, whole, plan);
   if (plan.hidden > 0) return RunNorm(t, g, whole, plan);
   if (plan.Permutes()) {
     const jin::Permutes members = MembersOf(g.rank, whole, plan);
@@ -388,6 +409,21 @@ uint32_t Expected(const Plan& plan, int ranks, int rank, int call, size_t i) {
     const auto [source, row] = plan.tables.OriginOf(rank, i / row_words);
     if (source < 0) return 0x5A5A5A5A;  // of the guards
     return Value(source, call, row * row_words + i % row_words, plan.floating);
+  }
+  if (plan.experts.tokens > 0) {
+    const jin::ExpertTables& experts = plan.experts;
+    const size_t row_words = shard / experts.rows, row = i / row_words, column = i % row_words;
+    if (plan.algorithm == jin::Algorithm::kDispatch) {
+      const int64_t token = experts.TokenOf(rank, row);
+      if (token < 0) return 0;
+      return Value(static_cast<int>(token / experts.tokens), call,
+                   token % experts.tokens * row_words + column, true);
+    }
+    if (row >= experts.tokens) return 0x5A5A5A5A;  // of the guards
+    const float sum = experts.SumOf(rank, row, [&](int at, size_t its_row) {
+      return std::bit_cast<float>(Value(at, call, its_row * row_words + column, true));
+    });
+    return std::bit_cast<uint32_t>(sum);
   }
   if (plan.Permutes()) {
     const size_t each = (shard + plan.buffers - 1) / plan.buffers;
@@ -534,6 +570,7 @@ int main(int argc, char** argv) {
   const int calls = argc > 3 ? atoi(argv[3]) : 200;
   const bool mesh = argc > 5 && std::string(argv[5]) == "mesh";
   const bool only_permutes = argc > 5 && std::string(argv[5]) == "permutes";
+  const bool only_experts = argc > 5 && std::string(argv[5]) == "experts";
   const bool only_ragged = argc > 5 && std::string(argv[5]) == "ragged";
   if (argc > 4) patience = std::chrono::duration<double>(atof(argv[4]));
 
@@ -548,9 +585,11 @@ int main(int argc, char** argv) {
   kinds.insert(kinds.end(), std::begin(kNorms), std::end(kNorms));
   kinds.insert(kinds.end(), 3, jin::Algorithm::kPermute);
   kinds.insert(kinds.end(), 2, jin::Algorithm::kRagged);
+  kinds.insert(kinds.end(), {jin::Algorithm::kDispatch, jin::Algorithm::kCombine});
   kinds.push_back(jin::Algorithm::kFewRows);
   if (mesh) kinds = {jin::Algorithm::kHybridCubeMesh};
   if (only_permutes) kinds = {jin::Algorithm::kPermute};
+  if (only_experts) kinds = {jin::Algorithm::kDispatch, jin::Algorithm::kCombine};
   if (only_ragged) kinds = {jin::Algorithm::kRagged};
   for (int k = 0; k < calls; ++k) {
     const jin::Algorithm algorithm = kinds[random() % kinds.size()];
@@ -562,6 +601,15 @@ int main(int argc, char** argv) {
       plans.push_back({algorithm, true, rows * row_bytes,
                        1 + static_cast<int>(random() % kMaxBlocksHere), 1, random() % 16, 1,
                        hidden});
+      ++epochs;
+      continue;
+    }
+    if (jin::IsOfExperts(algorithm)) {
+      const uint32_t row_words = 1 + random() % 9, rows = 1 + random() % 40;
+      plans.push_back({algorithm, true, size_t{4} * rows * row_words,
+                       1 + static_cast<int>(random() % kMaxBlocksHere), 1,
+                       random() % 2 == 0 ? 0 : random() % 16});
+      plans.back().experts = jin::ExpertTables::Of(ranks, rows, &random);
       ++epochs;
       continue;
     }

@@ -11,6 +11,7 @@
 #include <type_traits>
 #include <vector>
 
+#include "xla_ffi/kernels/experts.h"
 #include "xla_ffi/kernels/hybrid_cube_mesh.h"
 #include "xla_ffi/kernels/norm_protocol.h"
 #include "xla_ffi/kernels/one_hop.h"

@@ -44,6 +44,10 @@ def is_quick(name: str) -> bool:
         return name.endswith(("2-1", "2-3", "8-0", "8-2", "8-3"))
     if name.startswith("ragged_of_tables_in_a_loop-"):
         return name.endswith("-3")
+    if name.startswith("experts_of_random_routings-"):
+        return name.endswith(("2-1", "2-4", "3-2", "8-0", "8-3"))
+    if name.startswith("experts_in_a_loop-"):
+        return name.endswith("-3")
     if name.startswith("random_permutes-"):
         return name.endswith(("s-0", "s-10"))
     return True

@@ -191,6 +191,27 @@ def test_vmap_and_eager() -> None:
     np.testing.assert_array_equal(jax.jit(jax.vmap(f))(*stacked), np.stack(each))
 
 
+@pytest.mark.parametrize("shape", [(0, 8, 3), (6, 0, 3), (6, 8, 0)])
+def test_arrays_without_elements(shape: tuple[int, int, int]) -> None:
+    tokens, hidden, k = shape
+    f = jax.jit(program(expert_routings.layer(lambda rows: rows, EXPERTS, 5)))
+    received, sizes, _, y = f(
+        jnp.ones((N * tokens, hidden)), jnp.zeros((N * tokens, k), np.int32),
+        jnp.ones((N * tokens, k)),
+    )  # fmt: skip
+    assert received.shape == (N * 5, hidden) and y.shape == (N * tokens, hidden)
+    assert not np.any(y) and sizes.shape == (EXPERTS,)
+    assert sizes.sum() == (5 if 0 not in (tokens, k) else 0)
+
+
+@pytest.mark.parametrize("dtype", ["uint8", "int8", "int16"])
+def test_integers_of_any_kind(dtype: str) -> None:
+    x, ids, weights, factors = operands(13)
+    wanted = dense(x, ids, weights, factors)
+    ids = jnp.where(ids < 0, EXPERTS + 1, ids).astype(dtype)  # an id that no expert has is none
+    assert_close(jax.jit(program(layer()))(x, ids, weights, factors), wanted)
+
+
 def test_outputs_of_another_length_and_dtype() -> None:
     x, ids, weights, _ = operands(7)
 

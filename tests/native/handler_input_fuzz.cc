@@ -225,9 +225,9 @@ int main(int argc, char** argv) {
     if (outcome.ended > 0) ran.insert(algorithm);
   }
   const int i = rounds, algorithm = 0;
-  // No matmul, no hybrid cube mesh, no permute, which needs its sources, no ragged all-to-all, which
-  // needs tables and the memory of an operand for its result, and neither operation of experts,
-  // which needs a layout.
+  // No matmul, no hybrid cube mesh, no permute, which needs its sources, no ragged all-to-all,
+  // which needs tables and the memory of an operand for its result, and neither operation of
+  // experts, which needs a layout.
   CHECK(ran.size() == kCount - 8);
   printf("done\n");
   fflush(stdout);

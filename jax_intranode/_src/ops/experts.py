@@ -143,7 +143,7 @@ def moe_dispatch(
          [4. ]]
     """
     name = "moe_dispatch"
-    x, ids, weights = _operands(tokens, expert_ids, weights)
+    x, ids, factors = _operands(tokens, expert_ids, weights)
     axes = matmul_arguments.axes_of(axis_name)
     n = matmul_arguments.world_size(name, axes)
     experts = collective.integer(name, "num_experts", num_experts)
@@ -160,12 +160,12 @@ def moe_dispatch(
     reason = fallback.reason_of_axes(axes)
     if reason is None:
         bind = _bind
-        x, ids, weights = _vary([x, ids, weights], axes)
+        x, ids, factors = _vary([x, ids, factors], axes)
     else:
         bind = partial(_by_lax, reason)
     # One array for both: ids are bits of subnormal numbers, which no operation changes.
-    ids = jnp.clip(ids, -1, experts).astype(np.int32) + 1
-    sent = jnp.stack([lax.bitcast_convert_type(ids, np.float32), weights.astype(np.float32)])
+    ids = jnp.clip(ids.astype(np.int32), -1, experts) + 1
+    sent = jnp.stack([lax.bitcast_convert_type(ids, np.float32), factors.astype(np.float32)])
     of_all = collective.bind_or_fall_back(all_gather_p, sent, AllGatherParams(axes, 0, False, n))
     ids = lax.bitcast_convert_type(lax.stop_gradient(of_all[:, 0]), np.int32) - 1
     places, ranks, sizes, used, dropped = bind(layout_p, ids, params=params)
@@ -312,6 +312,8 @@ def _source_of(places: Any, capacity: int) -> Any:
 
 
 def _dispatch(params: MoeParams, x: Any, places: Any, ranks: Any, used: Any) -> list[Any]:
+    if len(x) == 0:  # of which nothing can be taken
+        return [jnp.zeros_like(x, shape=(params.capacity, x.shape[1]))]
     of_all = lax.all_gather(x, params.axes, tiled=True)
     source = _source_of(places, params.capacity)
     return [jnp.take(of_all, source, axis=0, mode="fill", fill_value=0)]

@@ -12,6 +12,7 @@ from cases import line, random, sharded
 from collective_matmuls import BOTH, N, collectives, over_x, same, with_gradients
 from devices import need_devices, need_gpus
 from jax import lax
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jax_intranode
@@ -64,7 +65,7 @@ def test_up_to_a_limit_all_numbers_of_rows_take_the_kernel() -> None:
         {"n": 4100},
         {"n": 1 << 20, "k": 1 << 20},
         {"topology": "hybrid_cube_mesh"},
-        {"epoch_buffer_bytes": 2 * 2 * 4096 - 1},
+        {"epoch_buffer_bytes": MOST * 2 * 2 * 4096 - 1},
     ],
 )
 def test_what_does_not_take_the_kernel(changed: dict[str, Any]) -> None:
@@ -72,7 +73,11 @@ def test_what_does_not_take_the_kernel(changed: dict[str, Any]) -> None:
 
 
 def test_a_slot_for_every_rank_has_to_fit() -> None:
-    assert selected(epoch_buffer_bytes=2 * 2 * 4096).algorithm == "few_rows"
+    """For the most rows: or a row would have other bits alone and among so many others."""
+    enough = limit() * 2 * 2 * 4096
+    for rows in (1, limit()):
+        assert selected(rows, epoch_buffer_bytes=enough).algorithm == "few_rows"
+        assert selected(rows, epoch_buffer_bytes=enough - 1).algorithm == "lax"
     column = {"operation": "column_parallel_matmul", "epoch_buffer_bytes": 0}
     assert selected(n=2048, **column).algorithm == "few_rows"  # nothing is sent
 
@@ -254,30 +259,118 @@ def test_unedited_programs_take_what_is_measured(
     assert standing_in == ([("matmul_all_reduce", 2)] if measured else [])
 
 
+def ours(x: Any, w: Any) -> Any:
+    return matmul_all_reduce(x, w, "x")
+
+
+def lax_s(x: Any, w: Any) -> Any:
+    return lax.psum(x @ w, "x")
+
+
+def whole(multiply: Callable[..., Any]) -> Callable[..., Any]:
+    return over_x(multiply, (P(None, "x"), P("x")), P(), False)
+
+
+def on_global_arrays(x: Any, w: Any) -> Any:
+    return matmul_all_reduce(x, w, "x", mesh=line(N))
+
+
+def placed(x: Any, w: Any) -> Any:
+    """A matmul that XLA's partitioner divides, and sums."""
+
+    def place(v: Any, spec: P) -> Any:
+        return lax.with_sharding_constraint(v, NamedSharding(line(N), spec))
+
+    return place(place(x, P(None, "x")) @ place(w, P("x")), P())
+
+
 def in_scan(multiply: Callable[..., Any]) -> Callable[..., Any]:
     """Layers of equal shapes, whose weights are stacked."""
+    return lambda x, ws: lax.scan(lambda x, w: (multiply(x, w), None), x, ws)[0]
 
-    def body(x: Any, ws: Any) -> Any:
-        return lax.scan(lambda x, w: (multiply(x, w), None), x, ws)[0]
 
-    return over_x(body, (P(), P()), P(), False)
+def columns_again(x: Any, w: Any) -> Any:
+    return lax.fori_loop(0, 2, lambda _, x: column_parallel_matmul(x, w, "x"), x)
 
 
 @pytest.mark.parametrize(
-    "multiply",
+    "layers",
     [
-        lambda x, w: matmul_all_reduce(x, w, "x"),
-        jax.checkpoint(lambda x, w: matmul_all_reduce(x, w, "x")),
-        lambda x, w: lax.fori_loop(0, 2, lambda _, x: column_parallel_matmul(x, w, "x"), x),
-        lambda x, w: lax.psum(x @ w, "x"),
+        *(over_x(in_scan(f), (P(), P()), P(), False) for f in (ours, lax_s, jax.checkpoint(ours))),
+        over_x(in_scan(columns_again), (P(), P()), P(), False),
+        *(in_scan(f) for f in (whole(ours), whole(lax_s), jax.jit(whole(lax_s)))),
+        *(in_scan(f) for f in (on_global_arrays, placed)),
     ],
 )
-def test_not_in_loops(standing_in: list[tuple[str, int]], multiply: Callable[..., Any]) -> None:
+def test_not_in_loops(standing_in: list[tuple[str, int]], layers: Callable[..., Any]) -> None:
     """XLA would copy each layer's weights for the kernel."""
-    args = bf16(2, 8), bf16(3, 8, 8, seed=1)
-    with jax_intranode.accelerate():
-        jax.jit(in_scan(multiply))(*args)
+    args = bf16(2, 8 * N), bf16(3, 8 * N, 8 * N, seed=1) / 8
+    wanted = jax.jit(layers)(*args)
+    with jax_intranode.accelerate(auto=True):
+        same(jax.jit(layers)(*args), wanted, 0.05)
+        assert all(call.algorithm != "few_rows" for call in explain(layers)(*args))
     assert not standing_in
+
+
+X, STACK = bf16(2, 8 * N), bf16(3, 8 * N, 16, seed=1) * 4
+
+
+def of_stack(multiply: Callable[..., Any], matrix: Callable[..., Any]) -> Callable[..., Any]:
+    def body(x: Any, ws: Any) -> Any:
+        return multiply(x, matrix(ws))
+
+    return over_x(body, (P(None, "x"), P(None, "x")), P(), False)
+
+
+def dequantized(w: Any) -> Any:
+    return w.astype("int8").astype("bfloat16") * 0.5
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        *(of_stack(f, lambda ws: ws[1]) for f in (ours, lax_s, jax.jit(lax_s))),
+        *(of_stack(f, lambda ws: ws[0, :, :8]) for f in (ours, lax_s, jax.checkpoint(lax_s))),
+        *(of_stack(f, lambda ws: dequantized(ws[0])) for f in (ours, lax_s)),
+        of_stack(lambda x, w: lax.psum(jnp.einsum("bd,edf->bef", x, w), "x"), lambda ws: ws),
+        of_stack(lambda x, w: lax.cond(True, lax_s, lax_s, x, w), lambda ws: ws[1]),
+        lambda x, ws: whole(lax_s)(x, ws[1]),
+        lambda x, ws: jax.jit(whole(lax_s))(x, dequantized(ws[1])),
+        lambda x, ws: placed(x, ws[1]),
+        lambda x, ws: placed(x, dequantized(ws[1])),
+    ],
+)
+def test_not_where_w_is_computed(
+    standing_in: list[tuple[str, int]], program: Callable[..., Any]
+) -> None:
+    """XLA's matmul reads a slice or a shorter dtype itself. It would write w for the kernel."""
+    wanted = jax.jit(program)(X, STACK)
+    with jax_intranode.accelerate(auto=True):
+        same(jax.jit(program)(X, STACK), wanted, 0.02)
+        assert all(call.algorithm != "few_rows" for call in explain(program)(X, STACK))
+    assert not standing_in
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        lambda x, w: whole(lax_s)(2 * x, w),
+        jax.jit(whole(jax.checkpoint(jax.jit(lax_s)))),
+        whole(lambda x, w: lax_s(x, w.reshape(8, 2, 8).reshape(8, 16))),
+        whole(lambda x, w: ours(x, w.reshape(8, 2, 8).reshape(8, 16))),
+        lambda x, w: placed(2 * x, w),
+    ],
+)
+def test_where_w_is_an_argument(
+    standing_in: list[tuple[str, int]], program: Callable[..., Any]
+) -> None:
+    specs = (X, P(None, "x")), (STACK[0], P("x"))
+    args = [jax.device_put(v, NamedSharding(line(N), spec)) for v, spec in specs]
+    wanted = jax.jit(program)(*args)
+    with jax_intranode.accelerate(auto=True):
+        same(jax.jit(program)(*args), wanted, 0.02)
+        assert [call.algorithm for call in explain(program)(*args)] == ["few_rows"]
+    assert set(standing_in) == {("matmul_all_reduce", 2)}
 
 
 @pytest.mark.parametrize("operation", ["matmul_all_reduce", "column_parallel_matmul"])

@@ -1,12 +1,16 @@
 """The state in which a call is traced: its mesh, its axes and JAX's settings."""
 
 import contextlib
-from collections.abc import Iterator, Sequence
-from typing import Any
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TypeVar
 
 import jax
 from jax._src import config, core, mesh
 from jax._src.lax import lax as lax_internal
+from jax._src.lax.control_flow import loops
+
+T = TypeVar("T")
 
 
 def check_vma() -> bool:
@@ -18,18 +22,37 @@ def check_vma() -> bool:
 
 
 def in_loop() -> bool:
-    """Whether this is traced in the body of a scan, a fori_loop or a while_loop.
+    """Whether this is traced or lowered in the body of a scan, a fori_loop or a while_loop.
 
-    0.10.2 and later: the traces know what they are for. One that a ``jax.jit`` inside of the body
-    has cached does not know it.
+    0.10.2 and later: a function below is among the callers. None is where a ``jax.jit`` inside of
+    the body has cached its trace or its lowering outside of the loop.
     """
-    trace = core.trace_ctx.trace
-    while trace is not None:
-        debug_info = getattr(getattr(trace, "frame", None), "debug_info", None)
-        if getattr(debug_info, "traced_for", None) in ("scan", "fori_loop", "while_body"):
+    names = ("scan", "fori_loop", "while_loop", "_while_lowering", body_of_loop.__name__)
+    frame = sys._getframe()
+    while frame.f_back is not None:
+        frame = frame.f_back
+        if frame.f_code.co_name in names and frame.f_code.co_filename in _WITH_LOOPS:
             return True
-        trace = getattr(trace, "parent_trace", None)
     return False
+
+
+def body_of_loop(function: Callable[[], T]) -> T:
+    """Calls a function in which `in_loop` is True."""
+    return function()
+
+
+def is_computed(x: Any) -> bool:
+    """Whether an equation computes an array here, other than by giving it another shape or type.
+
+    0.10.2 and later: a tracer has the equation. That of a transformation has not.
+    """
+    same = ("reshape", "squeeze", "expand_dims", "pvary")
+    while (equation := getattr(x, "parent", None)) is not None and equation.primitive.name in same:
+        (x,) = equation.in_tracers
+    return equation is not None
+
+
+_WITH_LOOPS = (loops.__file__, __file__)
 
 
 def axis_is_bound(axis: Any) -> bool:

@@ -96,12 +96,13 @@ class AllReduceMatmulParams(SumMatmulParams):
 
     Attributes:
         invariant: as in `collective.PsumParams`.
-        in_loop: whether it is in the body of a loop. There w may be a slice of the weights of all
-            layers, which XLA copies for a custom call of few rows, but not for its own matmul.
+        copies: whether XLA may have to write w for a custom call of few rows, but not for its own
+            matmul: it is in the body of a loop, where w may be a slice of the weights of all
+            layers, or the program computes w.
     """
 
     invariant: bool = False
-    in_loop: bool = False
+    copies: bool = False
 
 
 @dataclass(frozen=True)
@@ -111,11 +112,11 @@ class ColumnParams(MatmulParams):
     Attributes:
         sums: whether the transpose sums the gradient of x over the ranks. Under check_vma=False JAX
             sums it, and nobody does where x differs between the ranks.
-        in_loop: as in `AllReduceMatmulParams`.
+        copies: as in `AllReduceMatmulParams`.
     """
 
     sums: bool = True
-    in_loop: bool = False
+    copies: bool = False
 
 
 @dataclass(frozen=True)

@@ -136,7 +136,7 @@ def column_parallel_matmul(
     def of_ranks(x: Any, *ws: Any, reason: str | None) -> list[Any]:
         over = jax.typeof(x).manual_axis_type.varying
         sums = trace_state.check_vma() and not over.intersection(call.axes)
-        params = call.params(ColumnParams, 0, sums=sums, in_loop=trace_state.in_loop())
+        params = call.params(ColumnParams, 0, sums=sums, copies=call.copies())
         if not sums and not any(few_rows.may_be_few((x, w), *params.how) for w in ws):
             return _products(x, *ws, params=params)
         reason = reason or matmul_arguments.reason_for_lax("psum", call.axes, [x, *ws], ws, x.dtype)

@@ -70,7 +70,7 @@ def find(
     If it may run as that, the processes of the mesh rendezvous here, unless they have before.
     """
     mesh, axes = site.mesh, params.axes
-    if params.in_loop or not may_be_few(operands, *params.how):
+    if params.copies or not may_be_few(operands, *params.how):
         return None
     if mesh is None or site.reason_for_lax() is not None:
         return None

@@ -114,8 +114,8 @@ def of_call(call: MatmulCall) -> Any:
         reason = reason or matmul_arguments.reason_for_lax(
             "psum", call.axes, [x, w], [x, w], call.dtype
         )
-        invariant, in_loop = trace_state.check_vma(), trace_state.in_loop()
-        params = call.params(AllReduceMatmulParams, 0, invariant=invariant, in_loop=in_loop)
+        invariant, copies = trace_state.check_vma(), call.copies()
+        params = call.params(AllReduceMatmulParams, 0, invariant=invariant, copies=copies)
         return _KIND.bind_or_fall_back([x, w], params, reason)
 
     def specs(of_global: GlobalCall, rows: list[Any]) -> tuple[Any, Any, list[Any]]:

@@ -62,6 +62,10 @@ class MatmulCall:
         size, precision = world_size(self.name, self.axes), trace_state.matmul_precision()
         return kind(self.axes, axis, size, self.dtype, precision, **own)
 
+    def copies(self) -> bool:
+        """Whether XLA may have to write a matrix for a custom call of few rows."""
+        return trace_state.in_loop() or any(map(trace_state.is_computed, self.ws))
+
     def run(
         self,
         of_ranks: Callable[..., list[Any]],

@@ -9,12 +9,13 @@ while it was traced is found by the named scope around lax's equations (`fallbac
 
 import dataclasses
 import itertools
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
-from jax.extend.core import Literal
+from jax.extend.core import Literal, Var
 
 from jax_intranode._src import reasons
 from jax_intranode._src.group import partition as partition_lib
@@ -24,6 +25,7 @@ from jax_intranode._src.jax_private import (
     jaxpr_walk,
     lax_collectives,
     lowering_context,
+    trace_state,
 )
 from jax_intranode._src.operations import RECORDS
 from jax_intranode._src.ops import fallback, primitive
@@ -116,6 +118,8 @@ class Context:
         times: as in `Call`.
         conditional: as in `Call`.
         transposed: whether the jaxpr is the transpose of another one.
+        in_loop: whether the jaxpr is in the body of a loop.
+        computed: the `dataflow.computed_arguments` of the program.
         rewriting: what was rewritten around it; None if nothing was.
     """
 
@@ -123,6 +127,8 @@ class Context:
     times: int | None = 1
     conditional: bool = False
     transposed: bool = False
+    in_loop: bool = False
+    computed: Collection[Var] | None = None
     rewriting: "_Rewriting | None" = None
 
 
@@ -134,9 +140,11 @@ def platforms_of(mesh: jax.sharding.Mesh) -> tuple[str, ...]:
 class _Rewriting:
     """What became of the collectives in the body of a shard_map that was rewritten."""
 
-    def __init__(self, site: LoweringSite, params: dict[str, Any]):
+    def __init__(
+        self, site: LoweringSite, params: dict[str, Any], computed: Collection[Var] | None
+    ):
         """Rewrites the body as lowering does."""
-        self.jaxpr, self._body = rewrite_shard_map(site, params)
+        self.jaxpr, self._body = rewrite_shard_map(site, params, computed)
         # By identity: the body keeps the equations.
         self._reasons = {id(d.equation): d.reason for d in self._body.decisions}
         self._own: set[int] = set()
@@ -188,8 +196,10 @@ def _inner_jaxprs(equation: Any, context: Context) -> Iterator[tuple[Any, Contex
         site = LoweringSite(mesh, manual, () if mesh is None else platforms_of(mesh))
         rewriting = None
         if mode.enabled.value:
-            rewriting = _Rewriting(site, equation.params)
+            rewrite = partial(_Rewriting, site, equation.params, context.computed)
+            rewriting = trace_state.body_of_loop(rewrite) if context.in_loop else rewrite()
     transposed = context.transposed or "transpose" in call_frames.scopes_of(equation)
+    in_loop = context.in_loop or equation.primitive.name in ("scan", "while")
     for inner in jaxpr_walk.inner_jaxprs(equation, next(iter(site.platforms), None)):
         times = None
         if context.times is not None and inner.times is not None:
@@ -198,7 +208,10 @@ def _inner_jaxprs(equation: Any, context: Context) -> Iterator[tuple[Any, Contex
         jaxpr = inner.jaxpr
         if rewriting is not None and shard_map is not None:
             jaxpr = rewriting.jaxpr
-        yield jaxpr, Context(site, times, conditional, transposed, rewriting)
+        yield (
+            jaxpr,
+            Context(site, times, conditional, transposed, in_loop, context.computed, rewriting),
+        )
 
 
 def _calls_of_primitive(
@@ -321,7 +334,8 @@ def calls_of_partitioner(outcome: rewriting.Outcome, outside: Context) -> Iterat
         times = None if record.in_loop else 1
         if record.jaxpr is not None:
             with mode.enabled(mode.PART):
-                calls = list(calls_in(record.jaxpr, outside))
+                inside = dataclasses.replace(outside, in_loop=record.copies, computed=None)
+                calls = list(calls_in(record.jaxpr, inside))
             for call in calls:
                 yield dataclasses.replace(
                     call,

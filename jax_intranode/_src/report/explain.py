@@ -15,7 +15,7 @@ from jax_intranode._src.jax_private import hlo, jaxpr_walk, lowering_hooks, trac
 from jax_intranode._src.ops.lowering_site import LoweringSite
 from jax_intranode._src.report import calls
 from jax_intranode._src.report.calls import Call
-from jax_intranode._src.rewrite import explicit, mode
+from jax_intranode._src.rewrite import dataflow, explicit, mode
 from jax_intranode._src.rewrite.auto import rewriting
 
 
@@ -148,7 +148,8 @@ class Explainer:
         mesh = trace_state.set_mesh()
         if mode.enabled.value and mesh is not None:
             jaxpr = explicit.rewrite_program(jaxpr, calls.platforms_of(mesh))
-        outside = calls.Context(LoweringSite(None, frozenset(), ()))
+        computed = dataflow.computed_arguments(jaxpr)
+        outside = calls.Context(LoweringSite(None, frozenset(), ()), computed=computed)
         found = tuple(calls.calls_in(jaxpr, outside))
         if not self._compiled and not mode.is_auto():
             return Explanation(found)

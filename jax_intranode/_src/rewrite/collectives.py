@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,11 +16,11 @@ from jax_intranode._src.jax_private import (
     jaxpr_edit,
     jaxpr_walk,
     lax_collectives,
+    trace_state,
 )
 from jax_intranode._src.operations import RECORDS
 from jax_intranode._src.ops import fallback, ppermute
 from jax_intranode._src.ops.collective import Params
-from jax_intranode._src.ops.collective_matmul import AllReduceMatmulParams
 from jax_intranode._src.ops.lowering_site import LoweringSite
 from jax_intranode._src.ops.primitive import BY_OPERATION, OpPrimitive
 from jax_intranode._src.rewrite import agreement, mode
@@ -46,23 +46,29 @@ class Body:
         site: where the body is lowered.
         params: the parameters of the shard_map equation.
         reason: why all collectives are left; None if they may be replaced.
+        computed: the `dataflow.computed_arguments` of its jaxprs.
         decisions: what became of each collective, in order; those of a jaxpr that several equations
             run are there once.
     """
 
-    def __init__(self, site: LoweringSite, params: dict[str, Any], reason: str | None):
+    def __init__(
+        self,
+        site: LoweringSite,
+        params: dict[str, Any],
+        reason: str | None,
+        computed: Collection[Var],
+    ):
         self.site = site
         self.params = params
         self.reason = reason
-        self.in_loop = False  # whether the equations at hand are in the body of a loop
+        self.computed = computed
+        self.in_loop = trace_state.in_loop()  # whether the equations at hand are in a loop's body
         self.decisions: list[Decision] = []
         # Why the selection leaves a choice to lax, by the choice and the types of its operands.
         self.selected: dict[Any, str | None] = {}
 
     def is_overlapped(self, operation: OpPrimitive, avals: Sequence[Any], params: Any) -> bool:
         """Whether such a call would be one overlapped custom call."""
-        if self.in_loop and isinstance(params, AllReduceMatmulParams):
-            params = dataclasses.replace(params, in_loop=True)
         return operation.decide(self.site, avals, params).is_overlapped
 
     def taken(self) -> int:
@@ -109,14 +115,14 @@ def _operation_and_site(equation: Any) -> tuple[str, str]:
     return collective.operation, call_sites.call_site(call_frames.frames_of(equation))
 
 
-def body_of(site: LoweringSite, params: dict[str, Any]) -> Body:
+def body_of(site: LoweringSite, params: dict[str, Any], computed: Collection[Var]) -> Body:
     """The body of a shard_map at a lowering site, with the reason if it is left as it is."""
     site = site.traced_here()
     reason = site.reason_for_lax()
     if reason is None and mode.enabled.value != mode.PART:
         assert site.mesh is not None  # or there would be a reason
         reason = agreement.reason_not_to_rewrite(site.mesh, jaxpr_walk.body_of_shard_map(params))
-    return Body(site, params, reason)
+    return Body(site, params, reason, computed)
 
 
 # A collective of lax, as an operation of this package.

@@ -3,14 +3,14 @@
 import itertools
 import math
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Collection, Hashable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
 from jax.extend.core import Var
 
-from jax_intranode._src.jax_private import equation_kinds, lax_collectives
+from jax_intranode._src.jax_private import equation_kinds, jaxpr_walk, lax_collectives
 from jax_intranode._src.rewrite import sums, views
 from jax_intranode._src.rewrite.views import Factor, Factors
 
@@ -112,9 +112,12 @@ class Dataflow:
             jaxpr's results is the number of equations.
     """
 
-    def __init__(self, equations: Sequence[Any], results: Sequence[Any]):
-        """Walks the equations, of a jaxpr with these results."""
+    def __init__(
+        self, equations: Sequence[Any], results: Sequence[Any], computed: Collection[Var] = ()
+    ):
+        """Walks the equations, of a jaxpr with these results and `computed_arguments`."""
         self.equations = equations
+        self._computed = computed
         self.uses = [variables(equation.invars) for equation in equations]
         self.made_at: dict[Var, int] = {}
         self.used_at: dict[Var, list[int]] = defaultdict(list)
@@ -159,6 +162,12 @@ class Dataflow:
         """The equation that makes a variable; None for arguments and literals."""
         position = self.made_at.get(v) if isinstance(v, Var) else None
         return None if position is None else self.equations[position]
+
+    def is_computed(self, v: Any) -> bool:
+        """Whether the program computes a variable, so that it may not be in memory yet."""
+        while (equation := self.maker(v)) is not None and _is_same_memory(equation):
+            v = equation.invars[0]
+        return equation is not None or v in self._computed
 
     def only_user(self, v: Var) -> int | None:
         """The position of the equation that is the only one to use a variable, once."""
@@ -268,6 +277,38 @@ class Dataflow:
             path.append(position)
             (result,) = equation.outvars
         return Tail(result, permutation, tuple(path), transposed)
+
+
+def _is_same_memory(equation: Any) -> bool:
+    """Whether the result of an equation has the elements of its operand, in their order."""
+    return bool(
+        equation_kinds.only_reshapes(equation) or equation_kinds.only_changes_type(equation)
+    )
+
+
+def computed_arguments(jaxpr: Any) -> set[Var]:
+    """The arguments of the jaxprs inside of a jaxpr that it computes, for one of their calls."""
+    computed: set[Var] = set()
+    walked: dict[int, int] = {}  # how many of the arguments were known to be computed
+
+    def walk(jaxpr: Any) -> None:
+        known = len(computed.intersection(jaxpr.invars))
+        if walked.get(id(jaxpr)) == known:
+            return
+        walked[id(jaxpr)] = known
+        made = computed.intersection(jaxpr.invars)
+        for equation in jaxpr.eqns:
+            for inner in jaxpr_walk.inner_jaxprs(equation, None):
+                arguments = inner.jaxpr.invars
+                operands = equation.invars[len(equation.invars) - len(arguments) :]
+                pairs = zip(arguments, operands, strict=False)
+                computed.update(a for a, v in pairs if isinstance(v, Var) and v in made)
+                walk(inner.jaxpr)
+            if not _is_same_memory(equation) or not made.isdisjoint(variables(equation.invars)):
+                made.update(equation.outvars)
+
+    walk(jaxpr_walk.open_jaxpr(jaxpr))
+    return computed
 
 
 def itself(v: Any) -> View:

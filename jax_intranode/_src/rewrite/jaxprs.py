@@ -16,10 +16,11 @@ candidates, and `fusion` says what forbids one.
 Equations that do not change stay the same objects.
 """
 
-from collections.abc import Sequence
+import dataclasses
+from collections.abc import Collection, Sequence
 from typing import Any
 
-from jax.extend.core import Jaxpr
+from jax.extend.core import Jaxpr, Var
 
 from jax_intranode._src import reasons
 from jax_intranode._src.jax_private import (
@@ -31,7 +32,7 @@ from jax_intranode._src.jax_private import (
 )
 from jax_intranode._src.ops.collective_matmul import matmul_all_reduce_p
 from jax_intranode._src.ops.lowering_site import LoweringSite
-from jax_intranode._src.rewrite import collectives, gathers, norms, scatters, sums
+from jax_intranode._src.rewrite import collectives, dataflow, gathers, norms, scatters, sums
 from jax_intranode._src.rewrite.collectives import Body, body_of, fusible_collective
 from jax_intranode._src.rewrite.dataflow import Dataflow
 from jax_intranode._src.rewrite.fusion import Accepted, Fusion, Operation
@@ -90,10 +91,22 @@ class Rewriter(jaxpr_edit.JaxprRewriter):
                     self.body.decide(one, reasons.INSIDE.of(name=equation.primitive.name))
 
 
-def rewrite_shard_map(site: LoweringSite, params: dict[str, Any]) -> tuple[Any, Body]:
-    """The rewritten jaxpr of a shard_map's body, and what became of its collectives."""
-    body = body_of(site, params)
-    return Rewriter(body).rewrite(jaxpr_walk.body_of_shard_map(params)), body
+def rewrite_shard_map(
+    site: LoweringSite, params: dict[str, Any], computed: Collection[Var] | None = None
+) -> tuple[Any, Body]:
+    """The rewritten jaxpr of a shard_map's body, and what became of its collectives.
+
+    Args:
+        site: where it is lowered.
+        params: the parameters of its equation.
+        computed: the `dataflow.computed_arguments` of the program; None if the program computes
+            none of the body's.
+    """
+    jaxpr = jaxpr_walk.body_of_shard_map(params)
+    if computed is None:
+        computed = dataflow.computed_arguments(jaxpr)
+    body = body_of(site, params, computed)
+    return Rewriter(body).rewrite(jaxpr), body
 
 
 class _Matmuls:
@@ -114,7 +127,7 @@ class _Matmuls:
         }
         if not collectives or not any(map(equation_kinds.dot_general, equations)):
             return equations
-        flow = Dataflow(equations, results)
+        flow = Dataflow(equations, results, self._body.computed)
         accepted = Accepted(flow)
         overlap = sums.Overlap(equations, self._body)
         for find in (gathers.fusions, scatters.fusions):
@@ -148,7 +161,10 @@ class _Matmuls:
 
     def _trace(self, operation: Operation, avals: list[Any]) -> Jaxpr | None:
         """The operation as a jaxpr; None if it would not be overlapped."""
-        key = operation, tuple(avals), self._body.in_loop
+        if self._body.in_loop and operation.primitive is matmul_all_reduce_p:
+            copies = dataclasses.replace(operation.params, copies=True)
+            operation = dataclasses.replace(operation, params=copies)
+        key = operation, tuple(avals)
         if key not in self._traced:
             body, jaxpr = self._body, None
             its_avals = operation.avals(avals)

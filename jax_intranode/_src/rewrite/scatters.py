@@ -234,15 +234,23 @@ class _Sum:
 
     def _fusions(self, form: _Form, matmuls: Sequence[Matmul]) -> Iterator[Fusion]:
         """The operation in the place of these matmuls, the best first."""
-        xs, ws = [], []
+        flow, xs, ws = self.flow, [], []
         for matmul, (own, x, w) in zip(matmuls, form.terms, strict=True):
             operands = matmul.equation.invars
-            xs.append(x.of(operands[own], self.flow))
-            ws.append(w.of(operands[1 - own], self.flow))
+            xs.append(x.of(operands[own], flow))
+            ws.append(w.of(operands[1 - own], flow))
+        operation = form.operation
+        layouts = operation.operands[len(xs) :]
+        if not self.scatters and any(
+            layout.moves or flow.is_computed(w.source)
+            for layout, w in zip(layouts, ws, strict=True)
+        ):
+            copies = dataclasses.replace(operation.params, copies=True)
+            operation = dataclasses.replace(operation, params=copies)
         plain = Fusion(
-            flow=self.flow,
+            flow=flow,
             collective=self.position,
-            operation=form.operation,
+            operation=operation,
             operands=tuple(operand.source for operand in (*xs, *ws)),
             results=(self.result,),
             removed=frozenset({self.position, *self.path}),

@@ -17,7 +17,7 @@ from jax_intranode._src.jax_private import (
     trace_state,
 )
 from jax_intranode._src.ops.lowering_site import LoweringSite, device_ids
-from jax_intranode._src.rewrite import agreement, explicit, mode
+from jax_intranode._src.rewrite import agreement, dataflow, explicit, mode
 from jax_intranode._src.rewrite.auto import rewriting
 from jax_intranode._src.rewrite.auto.program import PIPELINE
 from jax_intranode._src.rewrite.jaxprs import has_collectives, rewrite_shard_map
@@ -198,11 +198,15 @@ _log = logging.getLogger("jax_intranode")
 
 
 class _Totals(threading.local):
-    """The collectives of the program that this thread lowers, and the program's name."""
+    """The collectives of the program that this thread lowers, and what is known of it.
+
+    `computed` are its `dataflow.computed_arguments`.
+    """
 
     program = ""
     taken = 0
     left = 0
+    computed: Any = None
 
 
 _totals = _Totals()
@@ -218,10 +222,11 @@ def _lower_program(jaxpr: Any, platforms: tuple[str, ...], lower: Callable[[Any]
     if not mode.enabled.value:
         return lower(jaxpr)
     # Lowering one program may compile another, for instance to compute a constant.
-    around = _totals.program, _totals.taken, _totals.left
+    around = _totals.program, _totals.taken, _totals.left, _totals.computed
     _totals.taken = _totals.left = 0
     try:
         jaxpr = explicit.rewrite_program(jaxpr, platforms)
+        _totals.computed = dataflow.computed_arguments(jaxpr)
         mesh = trace_state.set_mesh()
         on = mode.enabled.value
         key = (on, device_ids(mesh)) if mesh is not None and _over_set_mesh(jaxpr) else on
@@ -236,7 +241,7 @@ def _lower_program(jaxpr: Any, platforms: tuple[str, ...], lower: Callable[[Any]
             )
         return lowered
     finally:
-        _totals.program, _totals.taken, _totals.left = around
+        _totals.program, _totals.taken, _totals.left, _totals.computed = around
 
 
 def _rewrite_body(ctx: Any, params: dict[str, Any]) -> Any:
@@ -256,7 +261,7 @@ def _rewrite_body(ctx: Any, params: dict[str, Any]) -> Any:
     )
     if mode.is_auto() and site.auto_axes() and not site.for_export:
         return jaxpr  # once it is known how its arrays are sharded over the other axes: see auto/
-    rewritten, body = rewrite_shard_map(site, params)
+    rewritten, body = rewrite_shard_map(site, params, _totals.computed)
     body.refuse_if_strict("Collectives of jax.lax")
     if mode.enabled.value != mode.PART:
         body.log("jax.lax")

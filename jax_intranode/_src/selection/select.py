@@ -400,7 +400,8 @@ def select_few_rows(
         return _lax(reasons.NOT_FEW_ROWS, rows=rows, k=k, n=n)
     if topology == HYBRID_CUBE_MESH:
         return _lax(reasons.HYBRID_CUBE_MESH)
-    nbytes = rows * n * definitions.item_bytes(dtype)
+    # All numbers of rows up to the limit have to fit: a row has the same bits in all of them.
+    nbytes = row.rows * n * definitions.item_bytes(dtype)
     needed = definitions.epoch_buffer_bytes_needed("few_rows", dtype, nbytes, world_size, 1)
     if operation == "matmul_all_reduce" and needed > epoch_buffer_bytes:
         return _lax(

@@ -1,6 +1,8 @@
 """The shard_maps of groups of operations, judged by what runs of them, and lowered."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
@@ -8,7 +10,7 @@ from jax.extend.mlir import ir
 
 from jax_intranode._src import reasons
 from jax_intranode._src.health import call_sites
-from jax_intranode._src.jax_private import jaxpr_walk
+from jax_intranode._src.jax_private import jaxpr_walk, trace_state
 from jax_intranode._src.jax_private.mlir_text import source_of
 from jax_intranode._src.ops import norm_rules
 from jax_intranode._src.ops.lowering_site import LoweringSite
@@ -62,6 +64,11 @@ class Body:
     calls: int
 
 
+def _as_placed(group: Group, function: Callable[[], Any]) -> Any:
+    """Calls a function, as in the body of a loop where operands may be copied."""
+    return trace_state.body_of_loop(function) if group.copies() else function()
+
+
 class Bodies:
     """The shard_maps of one program. Groups that are alike share one."""
 
@@ -81,9 +88,9 @@ class Bodies:
 
     def judged(self, group: Group) -> Judged:
         """What this package would run of the shard_map of a group."""
-        key = group.key()
+        key = group.key(), group.copies()
         if key not in self._judgements:
-            self._judgements[key] = self._judge(group)
+            self._judgements[key] = _as_placed(group, partial(self._judge, group))
         return self._judgements[key]
 
     def _judge(self, group: Group) -> Judged:
@@ -115,11 +122,11 @@ class Bodies:
         judged = self.judged(group)
         if judged.left is not None:
             return None
-        key = group.key()
+        key = group.key(), group.copies()
         if key not in self._lowered:
             source = source_of(group.members[0].candidate.operation)
             with call_sites.at(source):
-                lowered = judged.traced.lower().compiler_ir()
+                lowered = _as_placed(group, judged.traced.lower).compiler_ir()
             self._lowered[key] = self._imported(judged, lowered)
         return self._lowered[key]
 

@@ -16,7 +16,14 @@ from typing import Any
 from jax import lax
 from jax.extend.mlir import ir
 
-from jax_intranode._src.rewrite.auto.modules import FENCES, number, operands, operations
+from jax_intranode._src.rewrite.auto.modules import (
+    FENCES,
+    names_around,
+    number,
+    operands,
+    operations,
+    owner,
+)
 from jax_intranode._src.rewrite.auto.operations import Candidate, Kind, aval
 from jax_intranode._src.rewrite.auto.plans import Axes, Plan, Spec, local_size
 from jax_intranode._src.rewrite.auto.program import Program
@@ -144,6 +151,20 @@ class Member:
         return self.kind.key, gathers, plan.sums, plan.result, tail
 
 
+def _elements(value: Any) -> int:
+    return math.prod(ir.RankedTensorType(value.type).shape)
+
+
+def _is_computed(value: Any) -> bool:
+    """Whether an operation makes a value, other than by giving it another shape or sharding."""
+    while (made_by := owner(value)) is not None and made_by.name in _SAME_MEMORY:
+        value = made_by.operands[0]
+    return made_by is not None
+
+
+_SAME_MEMORY = frozenset({"stablehlo.reshape", "sdy.reshard", "sdy.sharding_constraint"})
+
+
 @dataclass(eq=False)
 class Group:
     """The operations of one shard_map, in the order of the program."""
@@ -160,6 +181,17 @@ class Group:
             places.setdefault((one.value, one.spec), len(places))
         where = [[places[one.value, one.spec] for one in m.inputs] for m in self.members]
         return list(found.values()), where
+
+    def copies(self) -> bool:
+        """Whether XLA may have to write the matrix of a dot for a custom call, but not for its own.
+
+        It is the largest operand. In a loop it may be a slice of those of all layers. Elsewhere the
+        program may compute it.
+        """
+        largest = [max((one.value for one in m.inputs), key=_elements) for m in self.members]
+        return any(_is_computed(value) for value in largest) or "stablehlo.while" in names_around(
+            self.members[0].candidate.operation
+        )
 
     def body(self) -> Callable[..., list[Any]]:
         """What each device computes."""

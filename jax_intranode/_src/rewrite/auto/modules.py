@@ -101,6 +101,15 @@ def owner(value: Any) -> Any | None:
     return None if isinstance(value.owner, ir.Block) else value.owner.operation
 
 
+def names_around(operation: Any) -> set[str]:
+    """The names of the operations that have an operation in a region, up to its function."""
+    names, parent = set(), operation.parent
+    while parent is not None and parent.operation.name != "func.func":
+        names.add(parent.operation.name)
+        parent = parent.operation.parent
+    return names
+
+
 def as_bytecode(module: Any) -> bytes:
     """A module as bytecode."""
     text = io.BytesIO()

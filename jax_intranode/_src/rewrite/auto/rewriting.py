@@ -35,6 +35,7 @@ from jax_intranode._src.rewrite.auto.groups import Group, Member
 from jax_intranode._src.rewrite.auto.modules import (
     Unsuitable,
     manual_axes_attribute,
+    names_around,
     number,
     operations,
 )
@@ -68,6 +69,7 @@ class Record:
             the first has it.
         sources: the lines of the operations that share it.
         in_loop: whether it is in a loop.
+        copies: whether XLA may have to write an operand for a custom call of few rows.
         in_branch: whether it is in a branch.
         number: its place in the program.
     """
@@ -80,6 +82,7 @@ class Record:
     jaxpr: Any = None
     sources: tuple[str, ...] = ()
     in_loop: bool = False
+    copies: bool = False
     in_branch: bool = False
     number: int = 0
 
@@ -292,6 +295,7 @@ class _Rewriting:
         reason: str | None,
         jaxpr: Any = None,
         sources: tuple[str, ...] = (),
+        copies: bool = False,
     ) -> None:
         axes: dict[str, None] = dict.fromkeys(candidate.kind.axes)
         if candidate.plan is not None:
@@ -299,11 +303,7 @@ class _Rewriting:
             steps = (*candidate.plan.gathers, *candidate.plan.sums)
             for step in steps:
                 axes.update(dict.fromkeys(step.axes))
-        around = set()
-        parent = candidate.operation.parent
-        while parent is not None and parent.operation.name != "func.func":
-            around.add(parent.operation.name)
-            parent = parent.operation.parent
+        around = names_around(candidate.operation)
         self._outcome.records.append(
             Record(
                 candidate.kind.name,
@@ -314,6 +314,7 @@ class _Rewriting:
                 jaxpr,
                 sources,
                 in_loop="stablehlo.while" in around,
+                copies=copies,
                 in_branch=bool({"stablehlo.case", "stablehlo.if"} & around),
                 number=candidate.number,
             )
@@ -507,7 +508,8 @@ class _Rewriting:
         sources = tuple(source_of(member.candidate.operation) for member in group.members)
         for index, member in enumerate(group.members):
             jaxpr = body.judged.jaxpr if index == 0 else None
-            self._record(member.candidate, None, jaxpr, () if index else sources)
+            of_first = () if index else sources
+            self._record(member.candidate, None, jaxpr, of_first, group.copies())
             self._dead += member.replaced()
         self._calls += body.calls
         return [new, *(result.owner.operation for result in results)]

@@ -1,4 +1,5 @@
 // The kernels of few_rows.h, and their launch.
+#include <string>
 #include <type_traits>
 
 #include "../kernels/few_rows.h"
@@ -176,7 +177,18 @@ __global__ void __launch_bounds__(kMaxThreads)
 
 // The kernels.
 
-void Check(cudaError_t status) { ThrowIfError(status, "launching a matmul of few rows"); }
+void Check(cudaError_t status) { ThrowIfError(status, "loading the kernels of few rows"); }
+
+void Launch(const char* what, const cudaLaunchConfig_t& config, const void* kernel,
+            void** arguments) {
+  const cudaError_t status = cudaLaunchKernelExC(&config, kernel, arguments);
+  if (status == cudaSuccess) return;
+  const auto text = [](size_t number) { return std::to_string(number); };
+  ThrowIfError(status, std::string("launching ") + what + " of few rows, " +
+                           text(config.gridDim.x) + " blocks of " + text(config.blockDim.x) +
+                           " threads with " + text(config.dynamicSmemBytes) +
+                           " bytes of shared memory,");
+}
 
 template <class With>
 const void* OfType(ElementType type, const With& with) {
@@ -238,7 +250,7 @@ void LaunchProduct(const FewRowsCall& call, FewRowsParams* p, const FewRowsPlan&
   config.attrs = &cluster;
   config.numAttrs = 1;
   void* arguments[] = {p};
-  Check(cudaLaunchKernelExC(&config, ProductKernel(call.type, rows), arguments));
+  Launch("a matmul", config, ProductKernel(call.type, rows), arguments);
 }
 
 }  // namespace
@@ -271,7 +283,7 @@ void LaunchFewRows(const FewRowsCall& call, const FewRowsPlan& plan, const Devic
   config.attrs = &early;
   config.numAttrs = 1;
   void* arguments[] = {&p.group, &sum};
-  Check(cudaLaunchKernelExC(&config, SumKernel(call.type, group->size), arguments));
+  Launch("the sum of a matmul", config, SumKernel(call.type, group->size), arguments);
 }
 
 void LoadFewRowsKernels() {

@@ -105,8 +105,9 @@ def steps(out: Path, devices: int, cpu: bool) -> list[tuple[str, str, int, str, 
         bench("auto", f"auto_{name}", 150, f"auto_{name}")
     for rows in (1, 16, 64, 1024):
         bench("decode", f"norms_{rows}", 60, f"norms_{rows}", "JAX_INTRANODE_FUSE_NORMS=never")
-    for program in ("decode_8b_1", "decode_8b_16", "decode_8b_1_matmuls", "decode_8b_16_matmuls"):
-        bench("decode", program, 120, program)
+    for program in ("", "_sums", "_matmuls"):
+        for batch in (1, 16):
+            bench("decode", f"decode_8b_{batch}{program}", 120, f"decode_8b_{batch}{program}")
     for name in ("decode_scanned", "decode_unrolled", "transformer", "mlp_block", "train_step"):
         bench("matmuls", name, 110, name)
     # In two commands, because starting processes and JAX takes as long as a program.

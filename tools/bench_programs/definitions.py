@@ -273,10 +273,11 @@ def _few_rows(lib: Any) -> tuple[Callable[..., Any], Callable[..., Any]]:
     return jnp.matmul, lambda x, w: lib.psum(x @ w, "x")
 
 
-def _decode_llama(lib: Any, mesh: Mesh, model: str, batch: int, matmuls: bool = False) -> Program:
+def _decode_llama(lib: Any, mesh: Mesh, model: str, batch: int, matmuls: str = "") -> Program:
     """A token through layers with unrolled calls, each a sum, a residual add and a norm, twice.
 
-    With `matmuls` the library multiplies, too, and XLA computes the norms. The caches are full, and
+    With `matmuls` the library multiplies, too, and XLA computes the norms: "_sums" are the matmuls
+    that end in a sum, "_matmuls" all. The caches are full, and
     are read only. At the end the ranks gather the best logits of their parts of the vocabulary, of
     which a little goes into the next call.
 
@@ -294,7 +295,8 @@ def _decode_llama(lib: Any, mesh: Mesh, model: str, batch: int, matmuls: bool = 
     }
     norm, multiply = _sum_and_norm(lib), jnp.matmul
     if matmuls:
-        multiply, multiply_and_sum = _few_rows(lib)
+        of_columns, multiply_and_sum = _few_rows(lib)
+        multiply = of_columns if matmuls == "_matmuls" else multiply
 
     def leave(x: Any, w: Any, residual: Any) -> tuple[Any, Any]:
         ones = jnp.ones(hidden, jnp.bfloat16)
@@ -706,11 +708,11 @@ PROGRAMS: dict[str, Callable[[Any, Mesh], Program]] = {
     "decode_unrolled": partial(_decode, loop=_unrolled),
     **{
         f"decode_{model}_{batch}{of}": partial(
-            _decode_llama, model=model, batch=batch, matmuls=of > ""
+            _decode_llama, model=model, batch=batch, matmuls=of
         )
         for model in _LLAMAS
         for batch in (1, 16)
-        for of in ("", "_matmuls")
+        for of in ("", "_sums", "_matmuls")
     },
     "train_step": partial(_train_step, kind="sums"),
     "train_step_sequence_parallel": partial(_train_step, kind="sequence"),

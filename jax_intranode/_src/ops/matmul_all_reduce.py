@@ -51,7 +51,8 @@ def matmul_all_reduce(
     Between two Hopper GPUs a kernel multiplies and sums up to 64 rows (the product of all
     dimensions of x but the last) of bfloat16 or float16, with up to 64 MB of w on each rank, and K
     and N that are multiples of 8. It reads w about as fast as the memory allows, and a row of the
-    result has the same bits alone and among others. It is not taken in the body of a loop.
+    result has the same bits alone and among others. It is not taken in the body of a loop, or where
+    the caller computes w, for instance as a slice of the weights of all layers.
 
     Wherever ``matmul_reduce_scatter`` of the same rows would be overlapped, it runs as that, with
     an all-gather of the result: on Hopper GPUs, for bfloat16 and float16, for K and N that are

@@ -24,8 +24,8 @@ def check_vma() -> bool:
 def in_loop() -> bool:
     """Whether this is traced or lowered in the body of a scan, a fori_loop or a while_loop.
 
-    0.10.2 and later: a function below is among the callers. None is where a ``jax.jit`` inside of
-    the body has cached its trace or its lowering outside of the loop.
+    0.10.2 and later: one of the functions below is among the callers. It does not see the loop
+    where a ``jax.jit`` inside of the body has cached its trace or its lowering outside of it.
     """
     names = ("scan", "fori_loop", "while_loop", "_while_lowering", body_of_loop.__name__)
     frame = sys._getframe()
@@ -44,7 +44,7 @@ def body_of_loop(function: Callable[[], T]) -> T:
 def is_computed(x: Any) -> bool:
     """Whether an equation computes an array here, other than by giving it another shape or type.
 
-    0.10.2 and later: a tracer has the equation. That of a transformation has not.
+    0.10.2 and later: a tracer has its equation. One of a transformation has none.
     """
     same = ("reshape", "squeeze", "expand_dims", "pvary")
     while (equation := getattr(x, "parent", None)) is not None and equation.primitive.name in same:

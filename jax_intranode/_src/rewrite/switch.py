@@ -1,10 +1,12 @@
 """Turns the rewriting of programs on and off, and is what runs when JAX lowers a program."""
 
 import contextlib
+import functools
 import inspect
 import logging
 import threading
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
@@ -200,13 +202,13 @@ _log = logging.getLogger("jax_intranode")
 class _Totals(threading.local):
     """The collectives of the program that this thread lowers, and what is known of it.
 
-    `computed` are its `dataflow.computed_arguments`.
+    `computed` gives its `dataflow.computed_arguments`.
     """
 
     program = ""
     taken = 0
     left = 0
-    computed: Any = None
+    computed: Callable[[], Any] = set
 
 
 _totals = _Totals()
@@ -226,7 +228,7 @@ def _lower_program(jaxpr: Any, platforms: tuple[str, ...], lower: Callable[[Any]
     _totals.taken = _totals.left = 0
     try:
         jaxpr = explicit.rewrite_program(jaxpr, platforms)
-        _totals.computed = dataflow.computed_arguments(jaxpr)
+        _totals.computed = functools.cache(partial(dataflow.computed_arguments, jaxpr))
         mesh = trace_state.set_mesh()
         on = mode.enabled.value
         key = (on, device_ids(mesh)) if mesh is not None and _over_set_mesh(jaxpr) else on
@@ -261,7 +263,7 @@ def _rewrite_body(ctx: Any, params: dict[str, Any]) -> Any:
     )
     if mode.is_auto() and site.auto_axes() and not site.for_export:
         return jaxpr  # once it is known how its arrays are sharded over the other axes: see auto/
-    rewritten, body = rewrite_shard_map(site, params, _totals.computed)
+    rewritten, body = rewrite_shard_map(site, params, _totals.computed())
     body.refuse_if_strict("Collectives of jax.lax")
     if mode.enabled.value != mode.PART:
         body.log("jax.lax")

@@ -83,13 +83,13 @@ def test_a_slot_for_every_rank_has_to_fit() -> None:
 
 
 def test_what_was_faster() -> None:
-    """Sums of up to 64 rows with matrices of up to 64 MB, and one row with a matrix of 16 MB."""
+    """Sums of up to 64 rows with matrices of 8 to 64 MB, and one row with a matrix of 16 MB."""
     for k, n in ((2048, 4096), (7168, 4096), (4096, 8192), (1024, 4096)):
         assert limit(k, n) == 64
-    assert limit(4096, 8200) == 0
+    assert limit(4096, 8200) == limit(1024, 4088) == 0
     column = {"operation": "column_parallel_matmul"}
     assert selected(1, 4096, 2048, **column).measured
-    for rows, n in ((2, 2048), (1, 7168)):
+    for rows, n in ((2, 2048), (1, 7168), (1, 512)):
         assert selected(rows, 4096, n, **column).algorithm == "lax"
     assert selected(world_size=4).algorithm == "lax"
 
@@ -100,7 +100,7 @@ def test_table_is_well_formed() -> None:
         assert operation in ("matmul_all_reduce", "column_parallel_matmul")
         assert 2 <= world <= definitions.MAX_WORLD_SIZE
         sizes = [row.nbytes for row in rows]
-        assert sizes == sorted(set(sizes)) and all(0 < row.rows <= MOST for row in rows)
+        assert sizes == sorted(set(sizes)) and all(0 <= row.rows <= MOST for row in rows)
 
 
 def test_digest_changes_with_the_rows(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -358,6 +358,7 @@ def test_not_where_w_is_computed(
         jax.jit(whole(jax.checkpoint(jax.jit(lax_s)))),
         whole(lambda x, w: lax_s(x, w.reshape(8, 2, 8).reshape(8, 16))),
         whole(lambda x, w: ours(x, w.reshape(8, 2, 8).reshape(8, 16))),
+        *(whole(lambda x, w, f=f: f(x, w[None][0])) for f in (ours, lax_s)),
         lambda x, w: placed(2 * x, w),
     ],
 )
@@ -446,9 +447,10 @@ def test_values_on_gpus(k: int, n: int, dtype: str, monkeypatch: pytest.MonkeyPa
     np.testing.assert_array_equal(alone.view("uint16"), wanted[MOST - 1 :].view("uint16"))
 
 
-def test_many_calls_in_a_program_on_gpus() -> None:
+def test_many_calls_in_a_program_on_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     """Sums follow each other, and other collectives, in eager, captured and replayed executions."""
     need_hopper()
+    monkeypatch.setattr(table, "FEW_ROWS", any_rows())
 
     def body(x: Any, w: Any) -> Any:
         for _ in range(5):

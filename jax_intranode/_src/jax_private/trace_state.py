@@ -46,10 +46,13 @@ def is_computed(x: Any) -> bool:
 
     0.10.2 and later: a tracer has its equation. One of a transformation has none.
     """
-    same = ("reshape", "squeeze", "expand_dims", "pvary")
-    while (equation := getattr(x, "parent", None)) is not None and equation.primitive.name in same:
-        (x,) = equation.in_tracers
-    return equation is not None
+    shaping = ("reshape", "broadcast_in_dim", "squeeze", "expand_dims", "pvary")
+    while (equation := getattr(x, "parent", None)) is not None:
+        before = equation.in_tracers[0] if equation.primitive.name in shaping else None
+        if before is None or before.size != x.size:
+            return True
+        x = before
+    return False
 
 
 _WITH_LOOPS = (loops.__file__, __file__)

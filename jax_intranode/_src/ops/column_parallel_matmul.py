@@ -83,7 +83,7 @@ def column_parallel_matmul(
     axes may be Auto or Explicit. Inside ``jax.shard_map`` it takes and returns the ranks' shards.
 
     Without `gather_axis` x is the same on all ranks. The matmul sends nothing, and one
-    ``matmul_all_reduce`` computes the gradient of x. Between two Hopper GPUs one row, with up to
+    ``matmul_all_reduce`` computes the gradient of x. Between two Hopper GPUs one row, with 8 to
     16 MB of w on each rank, has the kernel of ``matmul_all_reduce``. With `gather_axis` the ranks
     have divided that dimension of x (sequence parallelism). Then this is `all_gather_matmul`, whose
     documentation also says how it differentiates and what is kept for the backward pass.

@@ -49,7 +49,7 @@ def matmul_all_reduce(
     ``jax.lax.psum(x @ w, axis_name)``: the second matmul of a tensor-parallel layer.
 
     Between two Hopper GPUs a kernel multiplies and sums up to 64 rows (the product of all
-    dimensions of x but the last) of bfloat16 or float16, with up to 64 MB of w on each rank, and K
+    dimensions of x but the last) of bfloat16 or float16, with 8 to 64 MB of w on each rank, and K
     and N that are multiples of 8. It reads w about as fast as the memory allows, and a row of the
     result has the same bits alone and among others. It is not taken in the body of a loop, or where
     the caller computes w, for instance as a slice of the weights of all layers.

@@ -302,10 +302,11 @@ TABLE: dict[tuple[str, str, str, str, int], tuple[Row, ...]] = {
 
 # Matmuls of few rows, by hardware, operation and world size, which must be one of these. Measured
 # between 2 H100s (docs/serving.md). Sums were faster at 1, 16, 32 and 64 rows with matrices of 8 to
-# 64 MB. Without a sum the kernel was faster for one row of a matrix [4096, 2048] only.
+# 64 MB, and slower for one row with most smaller ones. Without a sum the kernel was faster for one
+# row of a matrix [4096, 2048] only.
 FEW_ROWS: dict[tuple[str, str, int], tuple[FewRows, ...]] = {
-    ("hopper", "matmul_all_reduce", 2): (FewRows(64 * _MB, 64),),
-    ("hopper", "column_parallel_matmul", 2): (FewRows(16 * _MB, 1),),
+    ("hopper", "matmul_all_reduce", 2): (FewRows(8 * _MB - 1, 0), FewRows(64 * _MB, 64)),
+    ("hopper", "column_parallel_matmul", 2): (FewRows(8 * _MB - 1, 0), FewRows(16 * _MB, 1)),
 }
 
 # The operations that have rows.

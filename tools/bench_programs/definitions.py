@@ -707,9 +707,7 @@ PROGRAMS: dict[str, Callable[[Any, Mesh], Program]] = {
     "decode_scanned": partial(_decode, loop=_scanned),
     "decode_unrolled": partial(_decode, loop=_unrolled),
     **{
-        f"decode_{model}_{batch}{of}": partial(
-            _decode_llama, model=model, batch=batch, matmuls=of
-        )
+        f"decode_{model}_{batch}{of}": partial(_decode_llama, model=model, batch=batch, matmuls=of)
         for model in _LLAMAS
         for batch in (1, 16)
         for of in ("", "_sums", "_matmuls")

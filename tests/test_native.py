@@ -22,7 +22,7 @@ ROOT = Path(__file__).parent.parent
 NATIVE = Path(__file__).parent / "native"
 FLAGS = {
     "plain": [],
-    "thread": ["-fsanitize=thread"],
+    "thread": ["-fsanitize=thread", "-DJAX_INTRANODE_NO_VECTORS"],
     "address": ["-fsanitize=address,undefined", "-fno-sanitize-recover=all"],
 }
 # Exit status 66 is that of a race. The programs themselves never exit with it.

@@ -15,18 +15,22 @@ struct Buffer {
   void* out;
   size_t bytes;
 
-  JIN_FN size_t Packs() const { return PacksOf(bytes); }
-  JIN_FN Pack Load(size_t i) const { return LoadInput(in, bytes, i, Aligned()); }
-  JIN_FN void Store(size_t i, const Pack& p) const { StoreOutput(out, bytes, i, Aligned(), p); }
+  JIN_PACK_FN size_t Packs() const { return PacksOf(bytes); }
+  JIN_PACK_FN Pack Load(size_t i) const { return LoadInput(in, bytes, i, Aligned()); }
+  JIN_PACK_FN void Store(size_t i, const Pack& p) const {
+    StoreOutput(out, bytes, i, Aligned(), p);
+  }
 
   // Rank r's shard of an input, or of an output, that holds a shard of `bytes` for each rank.
-  JIN_FN Buffer InputOf(int r) const {
+  JIN_PACK_FN Buffer InputOf(int r) const {
     return {static_cast<const char*>(in) + r * bytes, out, bytes};
   }
-  JIN_FN Buffer OutputOf(int r) const { return {in, static_cast<char*>(out) + r * bytes, bytes}; }
+  JIN_PACK_FN Buffer OutputOf(int r) const {
+    return {in, static_cast<char*>(out) + r * bytes, bytes};
+  }
 
  private:
-  JIN_FN bool Aligned() const {
+  JIN_PACK_FN bool Aligned() const {
     return ((reinterpret_cast<uintptr_t>(in) | reinterpret_cast<uintptr_t>(out)) & 15) == 0;
   }
 };
@@ -45,9 +49,9 @@ struct AlignedBuffer {
            b.bytes % (multiple_of_packs * sizeof(Pack)) == 0;
   }
 
-  JIN_FN size_t Packs() const { return bytes / sizeof(Pack); }
-  JIN_FN Pack Load(size_t i) const { return static_cast<const Pack*>(in)[i]; }
-  JIN_FN void Store(size_t i, const Pack& p) const { static_cast<Pack*>(out)[i] = p; }
+  JIN_PACK_FN size_t Packs() const { return bytes / sizeof(Pack); }
+  JIN_PACK_FN Pack Load(size_t i) const { return static_cast<const Pack*>(in)[i]; }
+  JIN_PACK_FN void Store(size_t i, const Pack& p) const { static_cast<Pack*>(out)[i] = p; }
 
   JIN_FN AlignedBuffer InputOf(int r) const {
     return {static_cast<const char*>(in) + r * bytes, out, bytes};
@@ -88,20 +92,20 @@ struct Buffers {
     ++count;
   }
 
-  JIN_FN size_t Packs() const { return end[count - 1]; }
-  JIN_FN Pack Load(size_t i) const {
+  JIN_PACK_FN size_t Packs() const { return end[count - 1]; }
+  JIN_PACK_FN Pack Load(size_t i) const {
     const int b = Find(i);
     return buffer[b].Load(i - Begin(b));
   }
-  JIN_FN void Store(size_t i, const Pack& p) const {
+  JIN_PACK_FN void Store(size_t i, const Pack& p) const {
     const int b = Find(i);
     buffer[b].Store(i - Begin(b), p);
   }
 
  private:
-  JIN_FN size_t Begin(int b) const { return b == 0 ? 0 : end[b - 1]; }
+  JIN_PACK_FN size_t Begin(int b) const { return b == 0 ? 0 : end[b - 1]; }
   // The buffer that pack i lies in; the last one for packs past the end.
-  JIN_FN int Find(size_t i) const { return PartOf(i, end, 0, count - 1); }
+  JIN_PACK_FN int Find(size_t i) const { return PartOf(i, end, 0, count - 1); }
 };
 
 }  // namespace jax_intranode

@@ -60,16 +60,16 @@ struct Permutes {
   }
   JIN_HOST_FN size_t Packs() const { return count == 0 ? 0 : end[count - 1]; }
   // The member that pack i belongs to.
-  JIN_FN int Member(size_t i) const {
+  JIN_PACK_FN int Member(size_t i) const {
     int m = 0;
     while (i >= end[m]) ++m;
     return m;
   }
-  JIN_FN Pack Load(int m, size_t i) const { return buffer[m].Load(i - Begin(m)); }
-  JIN_FN void Store(int m, size_t i, const Pack& p) const { buffer[m].Store(i - Begin(m), p); }
+  JIN_PACK_FN Pack Load(int m, size_t i) const { return buffer[m].Load(i - Begin(m)); }
+  JIN_PACK_FN void Store(int m, size_t i, const Pack& p) const { buffer[m].Store(i - Begin(m), p); }
 
  private:
-  JIN_FN size_t Begin(int m) const { return m == 0 ? 0 : end[m - 1]; }
+  JIN_PACK_FN size_t Begin(int m) const { return m == 0 ? 0 : end[m - 1]; }
 };
 
 // The common case: one member of whole, aligned packs.
@@ -79,9 +79,9 @@ struct AlignedPermute {
   uint32_t sources, destinations;
 
   JIN_FN size_t Packs() const { return buffer.Packs(); }
-  JIN_FN int Member(size_t) const { return 0; }
-  JIN_FN Pack Load(int, size_t i) const { return buffer.Load(i); }
-  JIN_FN void Store(int, size_t i, const Pack& p) const { buffer.Store(i, p); }
+  JIN_PACK_FN int Member(size_t) const { return 0; }
+  JIN_PACK_FN Pack Load(int, size_t i) const { return buffer.Load(i); }
+  JIN_PACK_FN void Store(int, size_t i, const Pack& p) const { buffer.Store(i, p); }
 };
 
 // Where rank `of` tells rank `to` which permute it has begun.

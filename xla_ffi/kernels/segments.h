@@ -79,13 +79,13 @@ struct Segment {
   struct Part {
     Shard shard;
     size_t begin;
-    JIN_FN Pack Load(size_t i) const { return shard.Load(begin + i); }
-    JIN_FN void Store(size_t i, const Pack& p) const { shard.Store(begin + i, p); }
+    JIN_PACK_FN Pack Load(size_t i) const { return shard.Load(begin + i); }
+    JIN_PACK_FN void Store(size_t i, const Pack& p) const { shard.Store(begin + i, p); }
   };
 
   JIN_FN size_t Packs() const { return packs; }
-  JIN_FN Pack Load(size_t i) const { return call.Load(begin + i); }
-  JIN_FN void Store(size_t i, const Pack& p) const { call.Store(begin + i, p); }
+  JIN_PACK_FN Pack Load(size_t i) const { return call.Load(begin + i); }
+  JIN_PACK_FN void Store(size_t i, const Pack& p) const { call.Store(begin + i, p); }
   JIN_FN Part<C> InputOf(int r) const { return {call.InputOf(r), begin}; }
   JIN_FN Part<C> OutputOf(int r) const { return {call.OutputOf(r), begin}; }
 };

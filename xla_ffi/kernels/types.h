@@ -26,10 +26,15 @@
 namespace jax_intranode {
 
 // Replaces words of all ones by `nan`, another NaN of the type.
-JIN_FN Pack WithoutEmptyWords(Pack p, uint32_t nan) {
+JIN_PACK_FN Pack WithoutEmptyWords(Pack p, uint32_t nan) {
+#if defined(JIN_VECTORS)
+  const __m128i v = VectorOf(p), is_empty = _mm_cmpeq_epi32(v, _mm_set1_epi32(kEmpty));
+  return PackOf(_mm_andnot_si128(_mm_and_si128(is_empty, _mm_set1_epi32(~nan)), v));
+#else
   JIN_UNROLL
   for (int k = 0; k < 4; ++k) p.word[k] = p.word[k] == kEmpty ? nan : p.word[k];
   return p;
+#endif
 }
 
 #if !defined(__CUDACC__)
@@ -65,7 +70,7 @@ struct F32 {
     memcpy(&p, s.lane, 16);
     return p;
   }
-  JIN_FN static Pack Sendable(const Pack& p) { return WithoutEmptyWords(p, kNaN); }
+  JIN_PACK_FN static Pack Sendable(const Pack& p) { return WithoutEmptyWords(p, kNaN); }
 };
 
 // bf16 and f16. `Format` turns a word into two floats and back.
@@ -100,7 +105,7 @@ struct TwoByteFloat {
   JIN_FN static void UnpackPair(uint32_t word, float* low, float* high) {
     Format::Unpack(word, low, high);
   }
-  JIN_FN static Pack Sendable(const Pack& p) { return WithoutEmptyWords(p, kNaN); }
+  JIN_PACK_FN static Pack Sendable(const Pack& p) { return WithoutEmptyWords(p, kNaN); }
 };
 
 struct Bf16Format {
@@ -165,7 +170,7 @@ struct F64 {
     memcpy(&p, s.lane, 16);
     return p;
   }
-  JIN_FN static Pack Sendable(const Pack& p) { return p; }
+  JIN_PACK_FN static Pack Sendable(const Pack& p) { return p; }
 };
 
 // Integers wrap, so signed and unsigned ones share a sum. `Lanes::Add` adds two words' lanes.
@@ -178,7 +183,7 @@ struct Integer {
   JIN_FN static void Start(Sum* s, const Pack& p) { *s = p; }
   JIN_FN static void Add(Sum* s, const Pack& p) { Lanes::Add(s, p); }
   JIN_FN static Pack Round(const Sum& s) { return s; }
-  JIN_FN static Pack Sendable(const Pack& p) { return p; }
+  JIN_PACK_FN static Pack Sendable(const Pack& p) { return p; }
 };
 
 struct Lanes8 {

@@ -2,6 +2,8 @@
 // then the code.
 #pragma once
 
+#define JAX_INTRANODE_NO_VECTORS
+
 #include "machine.h"
 
 // All headers of the standard library that the code uses, before the names are replaced.

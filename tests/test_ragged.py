@@ -85,7 +85,8 @@ def test_axis_index_groups(library: Any, groups: tuple[tuple[int, ...], ...]) ->
     if size == 1:
         tables[3] = tables[1]
     f = jax.jit(program(4, library, axis_index_groups=groups))
-    with jax_intranode.accelerate():
+    strict = jax.numpy_rank_promotion("raise"), jax.numpy_dtype_promotion("strict")
+    with jax_intranode.accelerate(), strict[0], strict[1]:
         found = f(operand, output, *tables)
     for group in groups:
         ranks = list(group)

@@ -19,7 +19,7 @@ from jax_intranode._src.ops import collective, fallback
 from jax_intranode._src.ops.annotations import AxisNames
 from jax_intranode._src.ops.collective import AllGatherParams, Params, all_gather_p
 from jax_intranode._src.ops.lowering_site import LoweringSite
-from jax_intranode._src.ops.primitive import Decision, OpPrimitive, nbytes
+from jax_intranode._src.ops.primitive import Decision, OpPrimitive, nbytes, own_equations
 from jax_intranode._src.selection import select
 
 TABLES = ("input_offsets", "send_sizes", "output_offsets", "recv_sizes")
@@ -219,6 +219,7 @@ def _over_rows(mask: Any, like: Any) -> Any:
     return lax.expand_dims(mask, tuple(range(mask.ndim, like.ndim)))
 
 
+@own_equations()
 def _by_gather(params: RaggedParams, operand: Any, output: Any, *tables: Any) -> Any:
     """The operation by all-gathers."""
     if operand.size == 0 or output.size == 0:

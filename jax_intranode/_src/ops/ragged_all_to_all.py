@@ -145,6 +145,15 @@ def by_lax_or_gathers(*xs: Any, axis_name: Hashable) -> Any:
     return replace(_checked(xs, (axis_name,), None), by_gather=by_gather).by_lax(xs)[0]
 
 
+def lower_lax_on_cpu() -> None:
+    """Lets jax.lax.ragged_all_to_all run on CPU devices in this process, by all-gathers."""
+
+    def by_gathers(*xs: Any, axis_name: Any, axis_index_groups: Any) -> Any:
+        return _checked(xs, axis_name, axis_index_groups).by_lax(xs)[0]
+
+    mlir.register_lowering(lax.ragged_all_to_all_p, mlir.lower_fun(by_gathers, False), "cpu")
+
+
 def _lax_runs_it(platforms: Sequence[str], processes: int) -> bool:
     # Until 0.11 XLA needs all devices in one process.
     return "cpu" not in platforms and (processes == 1 or jax.__version_info__ >= (0, 12))

@@ -236,10 +236,14 @@ def test_operand_and_output_may_be_the_same_array() -> None:
 
 
 @pytest.mark.parametrize(
-    ("table", "batch", "value"), [(0, 1, -1), (0, 0, 3), (2, 1, -1), (2, 0, 4)]
+    ("table", "batch", "value", "row"),
+    [(0, 1, -1, -1), (0, 0, 3, 9), (0, 0, 2**31 - 7, 2**31 - 1), (2, 1, -1, -1), (2, 0, 4, 12)],
 )
-def test_bad_tables_in_a_batch_are_failures(table: int, batch: int, value: int) -> None:
-    """A row before or behind those of a batch is no row of the batch next to it."""
+def test_bad_tables_in_a_batch_are_failures(table: int, batch: int, value: int, row: int) -> None:
+    """A row before or behind those of a batch is no row of the batch next to it.
+
+    A row behind them is named as one that is as far behind those of all batches.
+    """
     need_cpu()
     tables = [np.stack([t, t], 1) for t in TABLES]
     operand, output = (np.stack([x, x], 1) for x in (OPERAND, OUTPUT))
@@ -252,7 +256,7 @@ def test_bad_tables_in_a_batch_are_failures(table: int, batch: int, value: int) 
     good = f(operand, output, *tables)
     np.testing.assert_array_equal(good, np.stack([RESULT, RESULT], 1))
     tables[table][1, batch, 0] = value
-    with pytest.raises(Exception, match=r"from rank 1 to rank 0 has 1 rows .*2147483647 of an"):
+    with pytest.raises(Exception, match=f"from rank 1 to rank 0 has 1 rows .*row {row} of an"):
         jax.block_until_ready(f(operand, output, *tables))
 
 

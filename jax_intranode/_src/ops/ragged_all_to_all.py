@@ -462,9 +462,9 @@ def _batch(
 
     def behind(first: Any, rows: int) -> Any:
         """The first rows in all batches. What is outside of its own batch stays outside of all."""
-        inside = (first >= 0) & (first <= rows - sizes)
         at = first + jnp.arange(size, dtype=np.int32)[:, None] * rows
-        return jnp.where(inside, at, np.iinfo(np.int32).max)
+        outside = jnp.where(first < 0, first, first + size * rows)
+        return jnp.where((first >= 0) & (first <= rows - sizes), at, outside)
 
     starts = behind(starts, xs[0].shape[1] if moving == 2 else params.rows)
     places = behind(places, xs[moving - 1].shape[1])

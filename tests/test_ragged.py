@@ -448,6 +448,24 @@ def test_more_updates_than_kernels_take() -> None:
     np.testing.assert_array_equal(f(*xs, *tables), ragged_tables.expected(*xs, tables))
 
 
+@pytest.mark.parametrize("library", [jax_intranode, lax])
+def test_partly_manual_mesh(library: Any) -> None:
+    need_devices(4)
+
+    def body(*xs: Any) -> Any:
+        return library.ragged_all_to_all(*(x[0] for x in xs), axis_name="x")[None]
+
+    mesh = make_mesh((2, 2), ("x", "left to XLA"))
+    f = jax.jit(
+        jax.shard_map(
+            body, mesh=mesh, in_specs=P("x"), out_specs=P("x"), axis_names={"x"}, check_vma=False
+        )
+    )
+    with jax_intranode.accelerate():
+        assert algorithms(f, OPERAND, OUTPUT, *TABLES) == ["lax"]
+        np.testing.assert_array_equal(f(OPERAND, OUTPUT, *TABLES), RESULT)
+
+
 @pytest.mark.parametrize("platforms", [["cpu"], ["cpu", "cuda"]])
 def test_export(platforms: list[str]) -> None:
     if jax.devices()[0].platform == "gpu" and "cuda" not in platforms:

@@ -51,9 +51,8 @@ struct ResumableThread {
 
   // Ends a call that a list of kernels/algorithms.h has, and this file does not.
   bool EndWithoutBody(Algorithm algorithm, ElementType type) const {
-    *error = std::string("CPU devices have no ") + AlgorithmName(algorithm) +
-             " of element type " + std::to_string(static_cast<int>(type)) +
-             " with such operands; please report it";
+    *error = std::string("CPU devices have no ") + AlgorithmName(algorithm) + " of element type " +
+             std::to_string(static_cast<int>(type)) + " with such operands; please report it";
     return true;
   }
 };

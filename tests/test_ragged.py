@@ -85,6 +85,9 @@ def test_axis_index_groups(library: Any, groups: tuple[tuple[int, ...], ...]) ->
     if size == 1:
         tables[3] = tables[1]
     f = jax.jit(program(4, library, axis_index_groups=groups))
+    if library is jax_intranode:
+        as_array = jax.jit(program(4, library, axis_index_groups=np.array(groups)))
+        np.testing.assert_array_equal(*(g(operand, output, *tables) for g in (f, as_array)))
     strict = jax.numpy_rank_promotion("raise"), jax.numpy_dtype_promotion("strict")
     with jax_intranode.accelerate(), strict[0], strict[1]:
         found = f(operand, output, *tables)
@@ -162,6 +165,13 @@ def test_errors_of_lax(library: Any, number: int) -> None:
 def test_errors_while_tracing(change: Any, text: str) -> None:
     with pytest.raises(ValueError, match=text):
         program(2)(*change([OPERAND, OUTPUT, *TABLES]))
+
+
+def test_groups_of_different_sizes() -> None:
+    need_devices(3)
+    xs = [np.zeros((3, *x.shape[1:]), x.dtype) for x in (OPERAND, OUTPUT, *TABLES)]
+    with pytest.raises(ValueError, match=r"groups of different sizes: \(\(0,\), \(1, 2\)\)"):
+        program(3, axis_index_groups=[[0], [1, 2]])(*xs)
 
 
 def test_unbound_axis() -> None:

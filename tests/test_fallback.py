@@ -110,7 +110,7 @@ def values_and_algorithms() -> dict[str, Any]:
 
     def ragged(x: Any, output: Any, axis_name: str) -> Any:
         none, one = jnp.zeros(N, jnp.int32), jnp.ones(N, jnp.int32)
-        tables = none, one, one * jax.lax.axis_index(axis_name), one  # row 0, to all ranks
+        tables = none, one, jnp.full(N, jax.lax.axis_index(axis_name)), one  # row 0, to all
         return jax_intranode.ragged_all_to_all(x, output, *tables, axis_name=axis_name)
 
     whole, rows, columns = P(), P("x"), P(None, "x")

@@ -196,6 +196,32 @@ def test_a_program_that_the_script_compiles_itself(
     assert "results: all have the same values" in err
 
 
+def test_what_lax_can_not_run_on_cpu_devices(
+    started: Started, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """There all-gathers are the plain program of a ragged_all_to_all, and of its gradient."""
+    need_devices(2)
+    comparison = started()
+    sizes = jnp.array([[1, 2], [0, 1]])
+
+    def loss(x: Any) -> Any:
+        rank = jax.lax.axis_index("x")
+        starts, places = jnp.array([0, 1]), jnp.array([[0, 0], [1, 2]])[rank]
+        tables = starts, sizes[rank], places, sizes[:, rank]
+        return (jax.lax.ragged_all_to_all(x, 0 * x, *tables, axis_name="x") ** 2).sum()
+
+    step = on_two(lambda x: x - 0.25 * jax.grad(loss)(x))
+    x = jnp.arange(1.0, 7.0)
+    for _ in range(STEPS):
+        x = step(x)
+    comparison.finish()
+    kept = np.array([0, 0, 0, 4, 0, 6]) + np.array([1, 2, 3, 0, 5, 0]) * 0.5**STEPS
+    assert np.array_equal(x, kept)
+    err = capsys.readouterr().err
+    assert "replaced: 2 ragged_all_to_all (ragged)" in err
+    assert "results: all have the same values" in err and "times as fast" in err
+
+
 def test_the_most_called_of_those_with_replaced_collectives(
     started: Started, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -96,7 +96,7 @@ def test_what_install_leaves_is_logged_once_a_call_site(
 
 
 def values_and_algorithms() -> dict[str, Any]:
-    """Those of functions that have no counterpart in jax.lax, with gradients."""
+    """Those of functions whose rules are our own, with gradients."""
     x, w = (jnp.arange(8.0 * N * N).reshape(s) % 7 for s in ((2 * N, 4 * N), (4 * N, 2 * N)))
     wide, two, scale = jnp.ones((N * N, 16)), jnp.ones((2, 16)), jnp.ones(16)
     norm = {"axis_name": "x", "eps": 1e-6}
@@ -108,6 +108,11 @@ def values_and_algorithms() -> dict[str, Any]:
     def normed(x: Any, r: Any, g: Any) -> Any:
         return jax_intranode.psum_residual_rms_norm(x, r, g, **norm)[0]
 
+    def ragged(x: Any, output: Any, axis_name: str) -> Any:
+        none, one = jnp.zeros(N, jnp.int32), jnp.ones(N, jnp.int32)
+        tables = none, one, jnp.full(N, jax.lax.axis_index(axis_name)), one  # row 0, to all
+        return jax_intranode.ragged_all_to_all(x, output, *tables, axis_name=axis_name)
+
     whole, rows, columns = P(), P("x"), P(None, "x")
     calls: list[tuple[Any, Any, Any, Any]] = [
         (all_gather_matmul, (rows, columns), columns, (x, w)),
@@ -117,6 +122,7 @@ def values_and_algorithms() -> dict[str, Any]:
         (jax_intranode.column_parallel_matmul, (whole, columns), columns, (x, w)),
         (normed, (rows, whole, whole), whole, (wide[: 2 * N], two, scale)),
         (scattered, (rows, rows, whole), rows, (wide, wide[:N], scale)),
+        (ragged, (rows, rows), rows, (wide, wide)),
     ]
     found = {}
     for number, (function, in_specs, out_specs, operands) in enumerate(calls):
@@ -135,8 +141,13 @@ def values_and_algorithms() -> dict[str, Any]:
 
 @pytest.mark.parametrize(
     "setting",
-    [lambda: jax.remove_size_one_mesh_axis_from_type(True), lambda: jax.auto_pcast(False)],
-    ids=["remove_size_one_mesh_axis_from_type", "no auto_pcast"],
+    [
+        lambda: jax.remove_size_one_mesh_axis_from_type(True),
+        lambda: jax.auto_pcast(False),
+        lambda: jax.numpy_rank_promotion("raise"),
+        lambda: jax.numpy_dtype_promotion("strict"),
+    ],
+    ids=["remove_size_one_mesh_axis_from_type", "no auto_pcast", "ranks", "dtypes"],
 )
 def test_settings_of_jax_do_not_turn_our_functions_off(setting: Any) -> None:
     need_devices(2)

@@ -85,7 +85,11 @@ def test_axis_index_groups(library: Any, groups: tuple[tuple[int, ...], ...]) ->
     if size == 1:
         tables[3] = tables[1]
     f = jax.jit(program(4, library, axis_index_groups=groups))
-    with jax_intranode.accelerate():
+    if library is jax_intranode:
+        as_array = jax.jit(program(4, library, axis_index_groups=np.array(groups)))
+        np.testing.assert_array_equal(*(g(operand, output, *tables) for g in (f, as_array)))
+    strict = jax.numpy_rank_promotion("raise"), jax.numpy_dtype_promotion("strict")
+    with jax_intranode.accelerate(), strict[0], strict[1]:
         found = f(operand, output, *tables)
     for group in groups:
         ranks = list(group)
@@ -163,6 +167,13 @@ def test_errors_while_tracing(change: Any, text: str) -> None:
         program(2)(*change([OPERAND, OUTPUT, *TABLES]))
 
 
+def test_groups_of_different_sizes() -> None:
+    need_devices(3)
+    xs = [np.zeros((3, *x.shape[1:]), x.dtype) for x in (OPERAND, OUTPUT, *TABLES)]
+    with pytest.raises(ValueError, match=r"groups of different sizes: \(\(0,\), \(1, 2\)\)"):
+        program(3, axis_index_groups=[[0], [1, 2]])(*xs)
+
+
 def test_unbound_axis() -> None:
     args = [x[0] for x in (OPERAND, OUTPUT, *TABLES)]
     with pytest.raises(NameError, match="unbound axis name"):
@@ -192,7 +203,8 @@ def test_bad_tables_are_failures(name: str) -> None:
         tables[3][0, 1] = value
     f = jax.jit(program(2))
     good = f(OPERAND, OUTPUT, *TABLES)
-    with pytest.raises(Exception, match=text):
+    call = r"ragged_all_to_all of 12 bytes \(.*ragged_tables.py:\d+ \(body\).*\) failed: "
+    with pytest.raises(Exception, match=f"{call}.*{text}"):
         jax.block_until_ready(f(OPERAND, OUTPUT, *tables))
     np.testing.assert_array_equal(good, RESULT)
     np.testing.assert_array_equal(f(OPERAND, OUTPUT, *TABLES), RESULT)
@@ -235,10 +247,14 @@ def test_operand_and_output_may_be_the_same_array() -> None:
 
 
 @pytest.mark.parametrize(
-    ("table", "batch", "value"), [(0, 1, -1), (0, 0, 3), (2, 1, -1), (2, 0, 4)]
+    ("table", "batch", "value", "row"),
+    [(0, 1, -1, -1), (0, 0, 3, 9), (0, 0, 2**31 - 7, 2**31 - 1), (2, 1, -1, -1), (2, 0, 4, 12)],
 )
-def test_bad_tables_in_a_batch_are_failures(table: int, batch: int, value: int) -> None:
-    """A row before or behind those of a batch is no row of the batch next to it."""
+def test_bad_tables_in_a_batch_are_failures(table: int, batch: int, value: int, row: int) -> None:
+    """A row before or behind those of a batch is no row of the batch next to it.
+
+    A row behind them is named as one that is as far behind those of all batches.
+    """
     need_cpu()
     tables = [np.stack([t, t], 1) for t in TABLES]
     operand, output = (np.stack([x, x], 1) for x in (OPERAND, OUTPUT))
@@ -251,7 +267,7 @@ def test_bad_tables_in_a_batch_are_failures(table: int, batch: int, value: int) 
     good = f(operand, output, *tables)
     np.testing.assert_array_equal(good, np.stack([RESULT, RESULT], 1))
     tables[table][1, batch, 0] = value
-    with pytest.raises(Exception, match=r"from rank 1 to rank 0 has 1 rows .*2147483647 of an"):
+    with pytest.raises(Exception, match=f"from rank 1 to rank 0 has 1 rows .*row {row} of an"):
         jax.block_until_ready(f(operand, output, *tables))
 
 
@@ -441,6 +457,24 @@ def test_more_updates_than_kernels_take() -> None:
     f = jax.jit(program(2))
     assert algorithms(f, *xs, *tables) == ["lax"]
     np.testing.assert_array_equal(f(*xs, *tables), ragged_tables.expected(*xs, tables))
+
+
+@pytest.mark.parametrize("library", [jax_intranode, lax])
+def test_partly_manual_mesh(library: Any) -> None:
+    need_devices(4)
+
+    def body(*xs: Any) -> Any:
+        return library.ragged_all_to_all(*(x[0] for x in xs), axis_name="x")[None]
+
+    mesh = make_mesh((2, 2), ("x", "left to XLA"))
+    f = jax.jit(
+        jax.shard_map(
+            body, mesh=mesh, in_specs=P("x"), out_specs=P("x"), axis_names={"x"}, check_vma=False
+        )
+    )
+    with jax_intranode.accelerate():
+        assert algorithms(f, OPERAND, OUTPUT, *TABLES) == ["lax"]
+        np.testing.assert_array_equal(f(OPERAND, OUTPUT, *TABLES), RESULT)
 
 
 @pytest.mark.parametrize("platforms", [["cpu"], ["cpu", "cuda"]])

@@ -78,7 +78,7 @@ def rms(x: Any, residual: Any, weight: Any, **options: Any) -> Any:
     ],
 )
 def test_what_the_kernels_do_not_take_falls_back(hidden: int, dtype: str, reason: str) -> None:
-    with cases.x64(dtype):
+    with cases.x64(dtype), jax.numpy_rank_promotion("raise"):
         f, avals = program(rms, (2, hidden), (2, hidden), (hidden,), dtype=dtype)
         assert "all-reduce" in f.lower(*avals).compile().as_text()
         (call,) = jax_intranode.explain(f)(*avals)

@@ -46,16 +46,13 @@ struct ResumableThread {
   // been sent and taken.
   int FirstUpdate() const { return static_cast<int>(First()); }
   void Refuse(const UpdateFault& fault) const {
-    if (error->empty()) {
-      *error = "jax_intranode: ragged_all_to_all failed: " + TextOf(fault) + ".";
-    }
+    if (error->empty()) *error = TextOf(fault);
   }
 
   // Ends a call that a list of kernels/algorithms.h has, and this file does not.
   bool EndWithoutBody(Algorithm algorithm, ElementType type) const {
-    *error = std::string("jax_intranode: CPU devices have no ") + AlgorithmName(algorithm) +
-             " of element type " + std::to_string(static_cast<int>(type)) +
-             " with such operands. Please report it.";
+    *error = std::string("CPU devices have no ") + AlgorithmName(algorithm) + " of element type " +
+             std::to_string(static_cast<int>(type)) + " with such operands; please report it";
     return true;
   }
 };

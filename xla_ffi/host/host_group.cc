@@ -160,7 +160,12 @@ void HostGroup::Advance(Tickets* done) {
     if (!active_ || !Advance(pending_.at(current_))) return;
     auto it = pending_.find(current_);
     for (auto& [rank, member] : it->second.members) {
-      done->emplace_back(member.ticket, member.call.error());
+      std::string error = member.call.error();
+      if (!error.empty()) {
+        const std::string name = WaitOf(rank, it->first, it->second, {}).Name();
+        error = "jax_intranode: " + name + " failed: " + error + ".";
+      }
+      done->emplace_back(member.ticket, std::move(error));
     }
     const bool has_bodies = it->second.members.begin()->second.body != nullptr;
     const Operation& operation = it->second.operation;

@@ -15,7 +15,7 @@ from jax.interpreters import ad
 from jax_intranode._src.ops import collective
 from jax_intranode._src.ops.collective import PsumParams, PsumScatterParams, psum_p, psum_scatter_p
 from jax_intranode._src.ops.lowering_site import LoweringSite
-from jax_intranode._src.ops.primitive import Decision, Operation, OpPrimitive, nbytes
+from jax_intranode._src.ops.primitive import Decision, Operation, OpPrimitive, nbytes, own_equations
 from jax_intranode._src.selection import config, select, table
 
 
@@ -47,6 +47,7 @@ class NormParams(collective.Params):
         """The primitive that has these parameters."""
         return PRIMITIVES[self.norm, self.dimension is not None]
 
+    @own_equations()
     def by_lax(self, xs: Sequence[Any]) -> list[Any]:
         """The same from ``jax.lax``'s sum, equal but for rounding."""
         x, residual, weight, *bias = xs

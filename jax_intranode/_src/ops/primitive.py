@@ -9,7 +9,8 @@ in `axes`, and `traced_over`, the ids of the devices of the mesh, if these were 
 """
 
 import math
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -68,6 +69,17 @@ Decide = Callable[[LoweringSite, Sequence[Any], Any], Decision]
 def nbytes(aval: Any) -> int:
     """Bytes of an array of a type."""
     return int(math.prod(aval.shape)) * int(aval.dtype.itemsize)
+
+
+@contextmanager
+def own_equations() -> Iterator[None]:
+    """The context of equations that this package makes: the program's settings don't apply."""
+    with (
+        jax.auto_pcast(True),
+        jax.numpy_rank_promotion("allow"),
+        jax.numpy_dtype_promotion("standard"),
+    ):
+        yield
 
 
 class OpPrimitive:
@@ -149,9 +161,10 @@ class OpPrimitive:
 
         def lower(ctx: Any, *operands: Any, params: Any, traced_over: Any) -> Any:
             site = LoweringSite.of(ctx, traced_over)
-            with jax.auto_pcast(True):  # for our own equations, whatever the program has set
+            with own_equations():
                 return decide(site, ctx.avals_in, params).lower(ctx, *operands)
 
+        @own_equations()
         def batch_if_needed(
             name: Hashable,
             size: int,
@@ -167,6 +180,7 @@ class OpPrimitive:
             results = self.bind(*operands, params=params)
             return results, [None] * len(results)
 
+        @own_equations()
         def transpose_here(
             cotangents: Sequence[Any], *operands: Any, params: Any, traced_over: Any
         ) -> list[Any]:
@@ -201,7 +215,7 @@ class OpPrimitive:
             ) -> tuple[list[Any], list[Any]]:
                 assert jvp is not None
                 bind = partial(form.bind, traced_over=traced_over)
-                with jax.auto_pcast(True):
+                with own_equations():
                     return jvp(bind, primals, tangents, params)
 
             primitive.def_effectful_abstract_eval(types_and_effects)

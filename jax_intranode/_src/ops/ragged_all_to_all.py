@@ -19,7 +19,7 @@ from jax_intranode._src.ops import collective, fallback
 from jax_intranode._src.ops.annotations import AxisNames
 from jax_intranode._src.ops.collective import AllGatherParams, Params, all_gather_p
 from jax_intranode._src.ops.lowering_site import LoweringSite
-from jax_intranode._src.ops.primitive import Decision, OpPrimitive, nbytes
+from jax_intranode._src.ops.primitive import Decision, OpPrimitive, nbytes, own_equations
 from jax_intranode._src.selection import select
 
 TABLES = ("input_offsets", "send_sizes", "output_offsets", "recv_sizes")
@@ -122,9 +122,11 @@ def ragged_all_to_all(
         Array([1, 4, 0, 2, 3, 5], dtype=int32)
     """
     axes = tuple(axis_name) if isinstance(axis_name, (tuple, list)) else (axis_name,)
-    groups = axis_index_groups and tuple(tuple(map(int, group)) for group in axis_index_groups)
-    xs = [jnp.asarray(x) for x in (operand, output)]
-    xs += [jnp.asarray(x) for x in (input_offsets, send_sizes, output_offsets, recv_sizes)]
+    groups = None
+    if axis_index_groups is not None:
+        groups = tuple(tuple(map(int, group)) for group in axis_index_groups)
+    tables = input_offsets, send_sizes, output_offsets, recv_sizes
+    xs = [jnp.asarray(x) for x in (operand, output, *tables)]
     reason = fallback.reason_of_axes(axes)
     if reason is None and not all(isinstance(jax.typeof(x), jax.core.ShapedArray) for x in xs):
         reason = reasons.NOT_AN_ARRAY
@@ -145,6 +147,15 @@ def by_lax_or_gathers(*xs: Any, axis_name: Hashable) -> Any:
     return replace(_checked(xs, (axis_name,), None), by_gather=by_gather).by_lax(xs)[0]
 
 
+def lower_lax_on_cpu() -> None:
+    """Lets jax.lax.ragged_all_to_all run on CPU devices in this process, by all-gathers."""
+
+    def by_gathers(*xs: Any, axis_name: Any, axis_index_groups: Any) -> Any:
+        return _checked(xs, axis_name, axis_index_groups).by_lax(xs)[0]
+
+    mlir.register_lowering(lax.ragged_all_to_all_p, mlir.lower_fun(by_gathers, False), "cpu")
+
+
 def _lax_runs_it(platforms: Sequence[str], processes: int) -> bool:
     # Until 0.11 XLA needs all devices in one process.
     return "cpu" not in platforms and (processes == 1 or jax.__version_info__ >= (0, 12))
@@ -154,7 +165,10 @@ def _checked(xs: Sequence[Any], axes: Any, groups: Any) -> RaggedParams:
     """The parameters of a call; raises the errors of lax, and ValueErrors of its own."""
     types = map(jax.typeof, xs)
     lax.ragged_all_to_all_p.abstract_eval(*types, axis_name=axes, axis_index_groups=groups)
-    size = int(lax.psum(1, axes)) if groups is None else len(groups[0])
+    sizes = {int(lax.psum(1, axes))} if groups is None else set(map(len, groups))
+    if len(sizes) != 1:
+        raise ValueError(f"ragged_all_to_all: groups of different sizes: {groups}")
+    (size,) = sizes
     operand, output, *tables = xs
     if len({x.shape for x in tables}) > 1:
         lengths = ", ".join(f"{name} {len(x)}" for name, x in zip(TABLES, tables, strict=True))
@@ -219,6 +233,7 @@ def _over_rows(mask: Any, like: Any) -> Any:
     return lax.expand_dims(mask, tuple(range(mask.ndim, like.ndim)))
 
 
+@own_equations()
 def _by_gather(params: RaggedParams, operand: Any, output: Any, *tables: Any) -> Any:
     """The operation by all-gathers."""
     if operand.size == 0 or output.size == 0:
@@ -247,18 +262,16 @@ def _last_writer(places: Any, sizes: Any, rows: int) -> Any:
 
 def _select(site: LoweringSite, avals: Sequence[Any], params: RaggedParams) -> select.Selection:
     operand, output, table = avals[:3]
-    reason = site.reason_for_lax()
-    reason = reason or (reasons.INDEX_GROUPS if params.groups is not None else None)
+    reason = site.reason_for_lax() or (reasons.INDEX_GROUPS if params.groups else None)
     if reason is not None:
         return select.Selection("lax", reason)
     assert site.mesh is not None  # or there would be a reason
-    n, dtype = params.world_size, operand.dtype.name
+    n, updates, dtype = params.world_size, table.shape[0], operand.dtype.name
     name = ragged_all_to_all_p.operation
     is_empty = operand.size == 0 or output.size == 0
     static = select.static_reason(name, dtype, n, is_empty=is_empty)
-    if static is None and table.shape[0] > definitions.MAX_UPDATES:
-        too_many = reasons.TOO_MANY_UPDATES
-        reason = too_many.of(updates=table.shape[0], most=definitions.MAX_UPDATES)
+    if static is None and updates > definitions.MAX_UPDATES:
+        reason = reasons.TOO_MANY_UPDATES.of(updates=updates, most=definitions.MAX_UPDATES)
         static = select.Selection("lax", reason)
 
     def choose(epoch_buffer_bytes: int, **facts: Any) -> select.Selection:
@@ -267,12 +280,10 @@ def _select(site: LoweringSite, avals: Sequence[Any], params: RaggedParams) -> s
         if found.algorithm == "lax":
             return found
         # Notices, packets of 32 bytes for each update and block, take at most half.
-        room = epoch_buffer_bytes // (4 * definitions.PACK_BYTES * table.shape[0])
+        room = epoch_buffer_bytes // (4 * definitions.PACK_BYTES * updates)
         if room == 0:
-            no_room = reasons.UPDATES_IN_EPOCH_BUFFER
-            return select.Selection(
-                "lax", no_room.of(updates=table.shape[0], has=epoch_buffer_bytes)
-            )
+            no_room = reasons.UPDATES_IN_EPOCH_BUFFER.of(updates=updates, has=epoch_buffer_bytes)
+            return select.Selection("lax", no_room)
         reason = "lax has none on CPU devices" if facts["hardware"] == "cpu" else found.reason
         return replace(found, blocks=min(found.blocks, room), reason=reason)
 
@@ -357,15 +368,14 @@ def _transpose(cotangents: Sequence[Any], *operands: Any, params: RaggedParams) 
 
 
 def _transpose_gradient(cotangents: Sequence[Any], *operands: Any, params: Any) -> list[Any]:
-    (ct,) = cotangents
     moved, *tables = operands
-    none = [None] * len(TABLES)
-    if type(ct) is ad.Zero:
-        return [ad.Zero(moved.aval), *none]
-    zeros = jnp.zeros_like(ct, shape=moved.aval.shape)
-    zeros = collective.varying(zeros, sorted(jax.typeof(ct).manual_axis_type.varying, key=str))
-    (found,) = ragged_all_to_all_p.bind(ct, zeros, *tables, params=replace(params, rows=0))
-    return [found, *none]
+
+    def back(cts: list[Any]) -> list[Any]:
+        over = sorted(jax.typeof(cts[0]).manual_axis_type.varying, key=str)
+        zeros = collective.varying(jnp.zeros(moved.aval.shape, cts[0].dtype), over)
+        return ragged_all_to_all_p.bind(*cts, zeros, *tables, params=replace(params, rows=0))
+
+    return [*collective.transpose(back, cotangents, [moved]), *[None] * len(TABLES)]
 
 
 def _sum_of_reads(exchange: Callable[..., Any], params: RaggedParams, ct: Any, *tables: Any) -> Any:
@@ -452,9 +462,9 @@ def _batch(
 
     def behind(first: Any, rows: int) -> Any:
         """The first rows in all batches. What is outside of its own batch stays outside of all."""
-        inside = (first >= 0) & (first <= rows - sizes)
         at = first + jnp.arange(size, dtype=np.int32)[:, None] * rows
-        return jnp.where(inside, at, np.iinfo(np.int32).max)
+        outside = jnp.where(first < 0, first, first + size * rows)
+        return jnp.where((first >= 0) & (first <= rows - sizes), at, outside)
 
     starts = behind(starts, xs[0].shape[1] if moving == 2 else params.rows)
     places = behind(places, xs[moving - 1].shape[1])

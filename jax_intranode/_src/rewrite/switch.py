@@ -19,6 +19,7 @@ from jax_intranode._src.jax_private import (
     trace_state,
 )
 from jax_intranode._src.ops.lowering_site import LoweringSite, device_ids
+from jax_intranode._src.ops.ragged_all_to_all import lower_lax_on_cpu
 from jax_intranode._src.rewrite import agreement, dataflow, explicit, mode
 from jax_intranode._src.rewrite.auto import rewriting
 from jax_intranode._src.rewrite.auto.program import PIPELINE
@@ -78,6 +79,7 @@ def _hook(auto: bool) -> None:
     if auto:
         lowering_hooks.check_propagation(PIPELINE)
     lowering_hooks.hook_lowering(_rewrite_body, _lower_program)
+    lower_lax_on_cpu()  # what is left to lax
     if auto:
         lowering_hooks.hook_programs(rewriting.rewrite_program, rewriting.forget)
     for call in list(agreement.CALLS)[: 1 + auto]:

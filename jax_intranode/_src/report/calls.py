@@ -63,8 +63,9 @@ class Call:
         groups: the ids of each group's devices, in rank order; empty if they are not known.
         algorithm: of this package: "one_shot" and "two_shot" (also with "_max", "_min", "_rms_norm"
             or "_layer_norm"), "hybrid_cube_mesh", "reduce_scatter", "all_gather", "all_to_all",
-            "permute", "ragged", "few_rows"; "all_gather_matmul" or "matmul_reduce_scatter" for an
-            overlapped matmul; or "lax", the operation of ``jax.lax``.
+            "permute", "ragged", "dispatch", "combine", "few_rows"; "all_gather_matmul" or
+            "matmul_reduce_scatter" for an overlapped matmul; or "lax", the operation of
+            ``jax.lax``.
         blocks: blocks of the kernel's launch; 0 for lax.
         threads: threads per block; 0 for lax.
         reason: why this algorithm.

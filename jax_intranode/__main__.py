@@ -60,7 +60,7 @@ COMMANDS = (
     ),
     Command(
         "doctor",
-        "check whether this package works on this node, and what the node gains",
+        "check whether this package works on this node, and what runs each operation",
         "jax_intranode._src.command_line.doctor",
         needs_package=False,
     ),

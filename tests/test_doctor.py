@@ -297,3 +297,11 @@ def test_benefits_of_gpus() -> None:
     assert re.search(r"^  all_gather_matmul +any +8192 x 8192 x 1024 +fused kernel$", text, re.M)
     assert "psum up to 16 MB" in benefits.summary(found)
     assert benefits.summary([b for b in found if b.path == "jax.lax"]).startswith("nothing")
+
+
+def test_sizes_that_were_not_measured_are_no_benefits() -> None:
+    found = benefits.of_node("gpu", "NVIDIA H200", 8, [H200_FACTS] * 8)
+    summary = benefits.summary(found)
+    assert "psum up to 4 MB" in summary and "pmax" not in summary
+    table = benefits.table_of(found)
+    assert re.search(r"^  pmax .*two-shot-max \(not measured\)$", table, re.MULTILINE)

@@ -146,7 +146,13 @@ def test_the_figures_of_the_pages_are_up_to_date(
     names = {str(page.relative_to(ROOT)) for page in performance_page.PAGES}
     files = ROOT.glob("docs/measurements/*.jsonl")
     runs = {str(file.relative_to(ROOT).with_suffix(".md")) for file in files}
-    assert names == {"docs/performance.md", "docs/serving.md", "README.md", *runs}
+    assert names == {
+        "docs/performance.md",
+        "docs/serving.md",
+        "docs/experts.md",
+        "README.md",
+        *runs,
+    }
     for page in performance_page.PAGES:
         assert "<!-- make: " in page.read_text(), page
     monkeypatch.setattr(sys, "argv", ["performance_page.py", "--check"])

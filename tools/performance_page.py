@@ -54,7 +54,7 @@ ROOT = Path(__file__).resolve().parent.parent
 DOCS = ROOT / "docs"
 FOLDER = DOCS / "measurements"
 PAGES = [
-    *(DOCS / f"{name}.md" for name in ("performance", "serving")),
+    *(DOCS / f"{name}.md" for name in ("performance", "serving", "experts")),
     *sorted(FOLDER.glob("[0-9]*_*.md")),
     ROOT / "README.md",
 ]
@@ -292,7 +292,7 @@ def _table(nodes: dict[str, list[Row]], columns: dict[str, Column] | None, first
     if columns is None:
         kinds = {"program": _ALL_OF_PROGRAM, "m": _MATMUL}
         columns = next((of for key, of in kinds.items() if rows[0][key]), _COLLECTIVE)
-    names = dict.fromkeys(map(_what, rows))
+    names = dict.fromkeys(map(_what, sorted(rows, key=lambda row: row["size"] or 0)))
     head, cells = [first], [[name] for name in names]
     for node, of_node in nodes.items():
         by_name = {_what(row): row for row in of_node}

@@ -38,6 +38,7 @@ class Benefit:
         shape: m, k and n of the product that a device computes; None for other operations.
         path: the algorithm or the kernel, or "jax.lax".
         reason: why.
+        measured: whether our kernels are known to be faster there.
     """
 
     operation: str
@@ -46,6 +47,7 @@ class Benefit:
     shape: tuple[int, int, int] | None
     path: str
     reason: str
+    measured: bool = True
 
 
 def of_node(
@@ -70,7 +72,7 @@ def of_node(
             tuned=tuning.rows_for([device_kind]),
         )
         path = "jax.lax" if chosen.algorithm == "lax" else chosen.algorithm.replace("_", "-")
-        found.append(Benefit(operation, mode, nbytes, None, path, chosen.reason))
+        found.append(Benefit(operation, mode, nbytes, None, path, chosen.reason, chosen.measured))
     if platform == "cpu":
         return found
     profile = tuning.profile_for([device_kind]) or profiles.from_facts(facts)
@@ -95,10 +97,11 @@ def table_of(found: Sequence[Benefit]) -> str:
         mode = "any" if one.shape else _MODES[one.mode]
         size = " x ".join(map(str, one.shape)) if one.shape else size_text(one.nbytes or 0)
         before = rows[-1]
-        if one.nbytes and (*before[:2], before[3]) == (one.operation, mode, one.path):
+        path = one.path if one.measured else f"{one.path} (not measured)"
+        if one.nbytes and (*before[:2], before[3]) == (one.operation, mode, path):
             size = f"{before[2].partition(' to ')[0]} to {size}"
             rows.pop()
-        rows.append((one.operation, mode, size, one.path))
+        rows.append((one.operation, mode, size, path))
     return "\n".join(f"  {line}" for line in explain.aligned(rows))
 
 
@@ -114,7 +117,8 @@ def summary(found: Sequence[Benefit]) -> str:
     """Returns the benefits in a sentence, after "your node benefits: "."""
     parts = []
     for operation in dict.fromkeys(benefit.operation for benefit in found):
-        of_one = [b for b in found if b.operation == operation and b.path != "jax.lax"]
+        ours = [b for b in found if b.path != "jax.lax" and b.measured]
+        of_one = [b for b in ours if b.operation == operation]
         if of_one:
             sizes = [b.nbytes for b in of_one if b.nbytes]
             parts.append(operation + (f" up to {size_text(max(sizes))}" if sizes else ""))

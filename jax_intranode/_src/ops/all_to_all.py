@@ -26,14 +26,14 @@ def all_to_all(
     """Exchanges parts of arrays over mapped axes; takes the place of ``jax.lax.all_to_all``.
 
     Inside ``jax.shard_map`` over devices of one host, each rank writes each part of its array into
-    the memory of the rank that gets it. Other dtypes, sizes, axes and platforms fall back to
-    ``jax.lax.all_to_all``, on every rank alike. Bits are kept, except that a floating-point NaN may
-    become another NaN. XLA transposes the array before the exchange unless `split_axis` is 0, and
-    after it unless `concat_axis` is 0.
+    the memory of the rank that gets it. Other dtypes, larger arrays (docs/functions.md), other axes
+    and platforms fall back to ``jax.lax.all_to_all``, on every rank alike. Bits are kept, except
+    that a floating-point NaN may become another NaN. XLA transposes the array before the exchange
+    unless `split_axis` is 0, and after it unless `concat_axis` is 0.
 
-    For GPUs, the shipped table has measured rows for 2 ranks and float32, bfloat16 and float16.
-    Otherwise unedited programs keep ``jax.lax.all_to_all`` (see ``install``), unless a tuning of
-    the node says that ours is faster.
+    For GPUs, the shipped table has measured rows for float32, bfloat16 and float16, among 2 to 4
+    ranks with a process each, and between 2 ranks of one process. Otherwise unedited programs keep
+    ``jax.lax.all_to_all`` (see ``install``), unless a tuning of the node says that ours is faster.
 
     Differentiates as ``jax.lax.all_to_all`` does: the transpose is an ``all_to_all`` with
     `split_axis` and `concat_axis` exchanged.

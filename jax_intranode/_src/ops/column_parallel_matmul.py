@@ -89,8 +89,8 @@ def column_parallel_matmul(
     documentation also says how it differentiates and what is kept for the backward pass.
 
     XLA reshards global operands that are sharded in another way than below, for instance weights
-    that are sharded over `batch_axes`, too. Refused is only an operand of Explicit axes whose type
-    has `axis_name` at another dimension.
+    that are sharded over `batch_axes`, too. Only one case raises ValueError: with Explicit axes, an
+    operand whose type has `axis_name` at another dimension.
 
     Differentiates as ``x @ w`` does, in forward and reverse mode and to any order. Inside
     ``shard_map(..., check_vma=False)`` JAX, and not this function, sums the gradient of x.

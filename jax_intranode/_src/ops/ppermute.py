@@ -19,10 +19,10 @@ def ppermute(x: PyTree, axis_name: AxisNames, perm: Sequence[tuple[int, int]]) -
     """Sends arrays from rank to rank; takes the place of ``jax.lax.ppermute``.
 
     Inside ``jax.shard_map`` over devices of one host, each source writes its array into the memory
-    of its destination. A rank waits for its source only, and for its destination only if that one
-    is two permutes behind. Other dtypes, sizes, axes and platforms fall back to
-    ``jax.lax.ppermute``, on every rank alike. Bits are kept, except that a floating-point NaN may
-    become another NaN.
+    of its destination. A rank waits for its source. It waits for its destination only if the
+    destination has not begun the previous permute. Other dtypes, larger arrays (docs/functions.md),
+    other axes and platforms fall back to ``jax.lax.ppermute``, on every rank alike. Bits are kept,
+    except that a floating-point NaN may become another NaN.
 
     The arrays of a pytree that have one dtype are sent by as few operations as possible.
 

@@ -72,7 +72,7 @@ def ragged_all_to_all(
     axis_name: AxisNames,
     axis_index_groups: Sequence[Sequence[int]] | None = None,
 ) -> jax.Array:
-    """Sends rows to ranks, how many is data; takes the place of ``jax.lax.ragged_all_to_all``.
+    """Sends rows whose numbers are data; takes the place of ``jax.lax.ragged_all_to_all``.
 
     Each rank has the same number of *updates* for each rank. An update copies rows of the operand
     to rows of the output of that rank. Inside ``jax.shard_map`` over devices of one host, each rank

@@ -31,8 +31,8 @@ def row_parallel_matmul(
     and how they differentiate: as ``x @ w`` does, in forward and reverse mode and to any order.
 
     XLA reshards global operands that are sharded in another way than below, for instance weights
-    that are sharded over `batch_axes`, too. Refused is only an operand of Explicit axes whose type
-    has `axis_name` at another dimension.
+    that are sharded over `batch_axes`, too. Only one case raises ValueError: with Explicit axes, an
+    operand whose type has `axis_name` at another dimension.
 
     Args:
         x: an array [..., K] with 2 or more dimensions, of any dtype that can be multiplied. Its

@@ -45,9 +45,8 @@ class Call:
     """One operation of a program.
 
     Attributes:
-        operation: "psum", "pmean", "psum_scatter", "all_gather", "all_to_all",
-            "all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce", or a sum with a norm
-            such as "psum_residual_rms_norm"; for another collective of ``jax.lax`` its name there.
+        operation: the name of a function of this package, such as "psum", "ppermute" or
+            "matmul_all_reduce"; for another collective of ``jax.lax`` its name there.
             A transpose has the name of the operation that it is. The all-gather after an overlapped
             "matmul_all_reduce" is an operation of its own.
         source: ``file:line (function)`` of the call. Gradients have that of the forward call, and
@@ -62,10 +61,11 @@ class Call:
             multiple of 16 bytes.)
         axes: the mesh axes; empty if only axes of vmap are reduced.
         groups: the ids of each group's devices, in rank order; empty if they are not known.
-        algorithm: "one_shot", "two_shot", "reduce_scatter", "all_gather" or "all_to_all" of
-            this package;
-            "all_gather_matmul" or "matmul_reduce_scatter" for an overlapped matmul; or "lax", the
-            operation of ``jax.lax``.
+        algorithm: of this package: "one_shot" and "two_shot" (also with "_max", "_min", "_rms_norm"
+            or "_layer_norm"), "hybrid_cube_mesh", "reduce_scatter", "all_gather", "all_to_all",
+            "permute", "ragged", "dispatch", "combine", "few_rows"; "all_gather_matmul" or
+            "matmul_reduce_scatter" for an overlapped matmul; or "lax", the operation of
+            ``jax.lax``.
         blocks: blocks of the kernel's launch; 0 for lax.
         threads: threads per block; 0 for lax.
         reason: why this algorithm.

@@ -32,12 +32,12 @@ def install(*, auto: bool = False) -> None:
 
     When JAX lowers a program, collectives in the bodies of its shard_maps (and pmaps) are replaced
     where that is faster: psum, pmean, pmax, pmin, all_gather, psum_scatter, all_to_all and ppermute
-    of ``jax.lax``, and the sums that JAX inserts for gradients. On CPU devices ragged_all_to_all is
-    replaced, too. On GPUs ragged_all_to_all, all_to_all, pmax and pmin are replaced between 2 ranks
-    only, for float32, bfloat16 and float16, and ppermute between 2 ranks only, for all its dtypes;
-    a tuning of the node can add others. Independent sums become one operation, as XLA would combine
-    them, and so do independent maxima, minima and permutes. Results have the bits of the functions
-    of this package: sums are rounded once, in rank order.
+    of ``jax.lax``, and the sums that JAX inserts for gradients. So is ragged_all_to_all. On GPUs
+    the exchanges, permutes, maxima and minima are replaced for the numbers of ranks and the dtypes
+    that were measured (docs/unedited.md); a tuning of the node can add others. Independent sums
+    become one operation, as XLA would combine them, and so do independent maxima, minima and
+    permutes. Results have the bits of the functions of this package: sums are rounded once, in rank
+    order.
 
     Functions that were compiled before are compiled again when they are called. Nothing is
     rewritten under ``jax.export``, or with JAX_INTRANODE_DISABLE=1. All processes of a program must
@@ -174,8 +174,8 @@ def accelerate(*, auto: bool = False) -> Accelerated:
     It is a decorator, too. A function that is called both inside and outside is compiled twice.
 
     The context covers all that its thread runs until it ends. With a ``yield`` inside, that is the
-    generator's caller, too; with an ``await``, other tasks of the same thread. Without these the
-    context covers what is written in it.
+    generator's caller, too; with an ``await``, other tasks of the same thread. Otherwise it covers
+    exactly the calls in its body.
 
     Args:
         auto: as for `install`.

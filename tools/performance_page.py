@@ -54,7 +54,7 @@ ROOT = Path(__file__).resolve().parent.parent
 DOCS = ROOT / "docs"
 FOLDER = DOCS / "measurements"
 PAGES = [
-    *(DOCS / f"{name}.md" for name in ("performance", "serving", "experts")),
+    *(DOCS / f"{name}.md" for name in ("performance", "serving", "experts", "halo")),
     *sorted(FOLDER.glob("[0-9]*_*.md")),
     ROOT / "README.md",
 ]

@@ -15,7 +15,7 @@ from cases import case as register
 from jax import lax
 from jax.experimental import multihost_utils
 from jax.experimental.custom_partitioning import custom_partitioning
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jax_intranode
@@ -238,6 +238,22 @@ def auto_all_ranks_rewrite() -> None:
         start = time.monotonic()
         assert "jax_intranode" in auto_program().lower(*auto_arguments(16)).as_text()
         assert time.monotonic() - start < timeouts.FIRST_WAIT_S
+
+
+@case
+def explicit_axes_need_no_auto() -> None:
+    """Programs over Explicit axes are replaced although one rank alone has called for `auto`."""
+    whole = line()
+    mesh = Mesh(whole.devices, whole.axis_names, axis_types=(AxisType.Explicit,))
+    jax_intranode.install(auto=jax.process_index() == 0)
+    with jax.set_mesh(mesh):
+        x, w = made(mesh, 0, (8, 16), "x"), made(mesh, 1, (16, 32), "x")
+        program = jax.jit(lambda x, w: jax.numpy.dot(x, w, out_sharding=P("x")))
+        before = jax_intranode.usage_counter()
+        found = local(program(x, w))
+        assert jax_intranode.usage_counter() > before
+        jax_intranode.uninstall()
+        check(found, local(program(x, w)))
 
 
 @case

@@ -152,7 +152,7 @@ def test_matmul_of_a_plain_jit_program() -> None:
         with jax_intranode.accelerate():
             found = explain(jax.jit(f), compiled=True)(*args)
     (call,) = found
-    assert call.algorithm != "lax" and call.origin == "inserted by JAX"
+    assert call.algorithm != "lax" and call.origin == "XLA's partitioner"
     assert call.source == f"{__file__}:{f.__code__.co_firstlineno + 1} (f)"
     assert found.added == {} and sum((found.compiled or {}).values()) == 1
 

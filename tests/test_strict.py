@@ -271,9 +271,9 @@ def test_refused_rendezvous_of_a_matmul_over_explicit_axes() -> None:
             with jax_intranode.accelerate(), pytest.raises(RuntimeError) as raised:
                 f.lower(argument)
     first, second, _ = str(raised.value).splitlines()
-    assert first == "Collectives that XLA's partitioner adds to matmuls were not replaced:"
+    assert first == "Collectives that XLA's partitioner adds were not replaced:"
     line_of_matmul = f"{__file__}:{matmul.__code__.co_firstlineno + 1} (matmul)"
-    assert second == f"  psum at {line_of_matmul}: no peer access"
+    assert second == f"  dot_general at {line_of_matmul}: no peer access"
 
 
 NOT_MISSED: dict[str, Callable[[Any], Any]] = {

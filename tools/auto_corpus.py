@@ -105,6 +105,11 @@ def normal(seed: int, shape: tuple[int, ...], *spec: Any) -> Sharded:
     return Sharded(np.random.default_rng(seed).standard_normal(shape, np.float32) / 4, spec)
 
 
+def is_explicit(mesh: Mesh) -> bool:
+    """Whether the axes of a mesh are Explicit. Then its programs need no `auto=True`."""
+    return AxisType.Explicit in mesh.axis_types
+
+
 def constrained(mesh: Mesh, x: Any, *spec: Any) -> Any:
     """x, sharded like this."""
     return lax.with_sharding_constraint(x, NamedSharding(mesh, P(*spec)))
@@ -371,29 +376,45 @@ def random_spec(random: Any, names: tuple[str, ...], rank: int) -> tuple[Any, ..
 
 
 def random_einsum(seed: int) -> Callable[[Mesh], Built]:
-    """An einsum of two arrays, whose operands and result have random shardings."""
+    """An einsum of two arrays, whose operands and result have random shardings.
+
+    Over Explicit axes JAX refuses some, in whose place another one is made.
+    """
 
     def build(mesh: Mesh) -> Built:
         random = np.random.default_rng(seed)
-        letters = "abcde"[: random.integers(3, 6)]
-        terms = ["".join(random.permutation(list(letters))[: random.integers(2, 4)]) for _ in "xw"]
-        known = sorted(set("".join(terms)))
-        result = "".join(letter for letter in known if random.random() < 0.6)
-        shape = {letter: 8 * int(random.integers(1, 3)) for letter in known}
-        x, w = (
-            normal(
-                seed,
-                tuple(shape[c] for c in term),
-                *random_spec(random, mesh.axis_names, len(term)),
+        explicit = is_explicit(mesh)
+        while True:
+            letters = "abcde"[: random.integers(3, 6)]
+            terms = [
+                "".join(random.permutation(list(letters))[: random.integers(2, 4)]) for _ in "xw"
+            ]
+            known = sorted(set("".join(terms)))
+            result = "".join(letter for letter in known if random.random() < 0.6)
+            shape = {letter: 8 * int(random.integers(1, 3)) for letter in known}
+            x, w = (
+                normal(
+                    seed,
+                    tuple(shape[c] for c in term),
+                    *random_spec(random, mesh.axis_names, len(term)),
+                )
+                for term in terms
             )
-            for term in terms
-        )
-        out = random_spec(random, mesh.axis_names, len(result))
+            out = random_spec(random, mesh.axis_names, len(result))
 
-        def f(x: Any, w: Any) -> Any:
-            return constrained(mesh, jnp.einsum(f"{','.join(terms)}->{result}", x, w), *out)
+            def f(x: Any, w: Any, terms: Any = terms, result: Any = result, out: Any = out) -> Any:
+                subscripts = f"{','.join(terms)}->{result}"
+                if explicit:
+                    return jnp.einsum(subscripts, x, w, out_sharding=P(*out))
+                return constrained(mesh, jnp.einsum(subscripts, x, w), *out)
 
-        return f, (x, w), 0
+            if explicit:
+                try:
+                    with jax.set_mesh(mesh):
+                        jax.eval_shape(f, *placed((x, w), mesh, runs=False))
+                except (TypeError, ValueError, NotImplementedError):
+                    continue
+            return f, (x, w), 0
 
     return build
 
@@ -534,13 +555,18 @@ def propagated_alone() -> Iterator[None]:
         yield
 
 
+def accelerated(mesh: Mesh) -> Any:
+    """The context in which programs over a mesh are rewritten."""
+    return jax_intranode.accelerate(auto=not is_explicit(mesh))
+
+
 class Compiled:
     """A program, lowered and compiled."""
 
     def __init__(self, build: Callable[[Mesh], Built], mesh: Mesh, arguments: Any, on: bool):
         # A new function each time, of which JAX has cached nothing.
         f, _, donated = build(mesh)
-        context = jax_intranode.accelerate(auto=True) if on else contextlib.nullcontext()
+        context = accelerated(mesh) if on else contextlib.nullcontext()
         with context:
             start = time.perf_counter()
             self.lowered = jitted(f, donated).lower(*arguments)
@@ -592,6 +618,11 @@ def compare(build: Callable[[Mesh], Built], mesh: Mesh, runs: bool) -> Outcome:
     Raises:
         Different: it differs.
     """
+    with jax.set_mesh(mesh) if is_explicit(mesh) else contextlib.nullcontext():
+        return _compare(build, mesh, runs)
+
+
+def _compare(build: Callable[[Mesh], Built], mesh: Mesh, runs: bool) -> Outcome:
     built = build(mesh)
     warned = Warned()
     logging.getLogger("jax_intranode").handlers = [warned]
@@ -599,7 +630,7 @@ def compare(build: Callable[[Mesh], Built], mesh: Mesh, runs: bool) -> Outcome:
     arguments = placed(built[1], mesh, runs)
     plain = Compiled(build, mesh, arguments, on=False)
     with mock.patch.object(rewriting._Rewriting, "_accepted", lambda self, members: []):
-        with jax_intranode.accelerate(auto=True):
+        with accelerated(mesh):
             unchanged = jitted(*build(mesh)[::2]).lower(*arguments)
         if unchanged.as_text() != plain.lowered.as_text():
             raise Different("the text changes although nothing is replaced")
@@ -761,7 +792,7 @@ def devices_of(arguments: argparse.Namespace) -> list[Any]:
     )
 
 
-def meshes_of(devices: list[Any]) -> list[Mesh]:
+def meshes_of(devices: list[Any], kind: AxisType = AxisType.Auto) -> list[Mesh]:
     """The meshes of random programs."""
     count = len(devices)
     shapes = [(count,), *((2, count // 2), (count // 2, 2) if count > 4 else (2, count // 2))]
@@ -770,7 +801,7 @@ def meshes_of(devices: list[Any]) -> list[Mesh]:
         Mesh(
             np.array(devices, dtype=object).reshape(shape),
             ("model", "other")[: len(shape)][::-1] if len(shape) == 1 else ("data", "model"),
-            axis_types=(AxisType.Auto,) * len(shape),
+            axis_types=(kind,) * len(shape),
         )
         for shape in dict.fromkeys(shapes)
     ]
@@ -795,6 +826,9 @@ def all_programs(
         yield f"made {seed}", made_program(seed), meshes[seed % len(meshes)]
     for seed in range(arguments.einsums):
         yield f"einsum {seed}", random_einsum(seed), meshes[seed % len(meshes)]
+    meshes = meshes_of(devices, AxisType.Explicit)
+    for seed in range(arguments.einsums):
+        yield f"explicit einsum {seed}", random_einsum(seed), meshes[seed % len(meshes)]
 
 
 def row(name: str, found: Outcome) -> str:
@@ -848,7 +882,7 @@ def main() -> int:
             exact += found.exact is True
             if arguments.table:
                 print(row(name, found), flush=True)
-            elif not name.startswith("einsum"):
+            elif "einsum" not in name:
                 print(
                     f"{name}: {dict(found.before)} -> {dict(found.after)}, "
                     f"ours {dict(found.ours)}, exact {found.exact}, "

@@ -16,8 +16,8 @@ called most: how long its calls take, how far results are apart, which collectiv
 Exits with 1 if a program fails, if its results differ by more than its tolerance, or if nothing was
 replaced.
 
-Auto-sharded programs (AUTO) run with `--auto`. They also take 20 steps twice, without and with it,
-each from the start. Printed are how far the results of these steps are apart, and the arrays that
+Auto-sharded programs (AUTO) run with `--auto`. They, and those over Explicit axes (EXPLICIT), also
+take 20 steps twice, without and with the rewriting, each from the start. Printed are how far the results of these steps are apart, and the arrays that
 XLA's collectives make in the function that has most of them.
 """
 
@@ -39,7 +39,7 @@ import numpy as np
 
 TOOLS = Path(__file__).resolve().parent
 PROGRAMS = ("flax_imagenet", "flax_wmt", "gpt_oss", "qwen3")
-PROGRAMS += ("deepseek", "flax_lm1b", "flax_nnx_mlp", "maxtext_dense", "netket_ising")
+PROGRAMS += ("deepseek", "flax_gemma", "flax_lm1b", "flax_nnx_mlp", "maxtext_dense", "netket_ising")
 DIFFERENCE = re.compile(r"^compare:   results: (?:they differ by at most (\S+) of|all have)", re.M)
 REPLACED = re.compile(r"^compare:   replaced: \d", re.M)
 
@@ -68,16 +68,16 @@ def take_steps(module: Any, steps: int) -> list[Any]:
 
 
 def take_twice(module: Any, dumped: Path) -> None:
-    """Takes 20 steps without and with install(auto=True), and compares results and collectives."""
+    """Takes 20 steps without and with install(), and compares results and collectives."""
     import jax
 
     import jax_intranode
 
     found = []
-    for auto in (False, True):
+    for installed in (False, True):
         before = set(dumped.iterdir())
-        if auto:
-            jax_intranode.install(auto=True)
+        if installed:
+            jax_intranode.install(auto=getattr(module, "AUTO", False))
         results = take_steps(module, 20)
         found.append((results, of_xla(set(dumped.iterdir()) - before, jax.device_count())))
     (plain, texts), (ours, texts_of_ours) = found
@@ -132,7 +132,7 @@ def run(program: str, sources: Path, steps: int, work: Path) -> bool:
         problem = f"it may differ by {module.TOLERANCE:g} of the largest value"
     elif not REPLACED.search(done.stderr):
         problem = "nothing was replaced"
-    elif not auto:
+    elif not (auto or getattr(module, "EXPLICIT", False)):
         return True
     else:
         with tempfile.TemporaryDirectory() as folder:

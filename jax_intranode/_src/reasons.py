@@ -183,7 +183,7 @@ SHARDED_DIFFERENTLY = Reason(
     "jax.lax.with_sharding_constraint on intermediate results, also inside loops, often avoids that"
 )
 UNKNOWN_DTYPE = Unsupported(
-    "a dtype, such as complex64, that is not replaced in auto-sharded programs"
+    "a dtype, such as complex64, for which collectives of XLA's partitioner are not replaced"
 )
 UNEVEN = Unsupported("a dimension that the axes do not divide")
 BOOLEANS = Unsupported("a sum of booleans is True or False, and a psum counts")

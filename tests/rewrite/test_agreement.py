@@ -53,7 +53,9 @@ def test_a_process_may_have_ended_before_the_processes_have_met(
         monkeypatch.setattr(agreement, known, {})
     body: Any = SimpleNamespace(invars=[], eqns=[])
     reason = (
-        agreement.reason_for_no_auto(mesh) if auto else agreement.reason_not_to_rewrite(mesh, body)
+        agreement.reason_for_no_auto(mesh, agreement.INSTALL_AUTO)
+        if auto
+        else agreement.reason_not_to_rewrite(mesh, body)
     )
     assert reason is not None
     assert reason.startswith("process 1 has not lowered ")

@@ -583,7 +583,7 @@ def test_sums_of_gradients_are_judged_as_one(left: int, as_on_gpus: Any) -> None
 
 def test_strict_names_the_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        rewriting.agreement, "reason_for_no_auto", lambda _: "a process has not agreed"
+        rewriting.agreement, "reason_for_no_auto", lambda *_: "a process has not agreed"
     )
     strict = dataclasses.replace(config.get(), strict=True)
     monkeypatch.setattr(config, "get", lambda: strict)

@@ -14,6 +14,7 @@ from typing import Any
 import jax
 import pytest
 from devices import need_devices
+from jax.sharding import AxisType
 from tiers import quick
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "tools"))
@@ -33,8 +34,8 @@ def any_size() -> Iterator[None]:
     jax.clear_caches()  # programs were rewritten under other conditions
 
 
-def compare(build: Any, shape: int) -> None:
-    meshes = auto_corpus.meshes_of(jax.devices()[:8])
+def compare(build: Any, shape: int, kind: AxisType = AxisType.Auto) -> None:
+    meshes = auto_corpus.meshes_of(jax.devices()[:8], kind)
     auto_corpus.compare(build, meshes[shape % len(meshes)], jax.default_backend() == "cpu")
 
 
@@ -49,6 +50,11 @@ def test_made_programs(seed: int) -> None:
 @pytest.mark.parametrize("seed", quick((*range(20), 59), (*range(0, 20, 2), 59)))
 def test_einsums(seed: int) -> None:
     compare(auto_corpus.random_einsum(seed), 0 if seed % 5 == 0 else 1)
+
+
+@pytest.mark.parametrize("seed", quick(range(20), range(4)))
+def test_einsums_over_explicit_axes(seed: int) -> None:
+    compare(auto_corpus.random_einsum(seed), 0 if seed % 5 == 0 else 1, AxisType.Explicit)
 
 
 # As XLA prints collectives of GPUs; if asynchronous, operands, results, and what belongs to them.

@@ -14,8 +14,6 @@ from jax.sharding import PartitionSpec as P
 
 import jax_intranode
 from jax_intranode._src.jax_private import hlo
-from jax_intranode._src.rewrite.auto.plans import Gather, Sum
-from jax_intranode._src.rewrite.explicit import plan_of
 
 N = len(jax.devices())
 
@@ -106,6 +104,45 @@ def test_batch_dimensions_and_inner_functions() -> None:
         assert check(f, x, w) == 1
 
 
+def test_axes_of_one_device() -> None:
+    """They are in the types, and nothing is sent over them."""
+    need_devices(4)
+    mesh = jax.make_mesh((N, 1), ("data", "model"), axis_types=(AxisType.Explicit,) * 2)
+    with jax.set_mesh(mesh):
+        x, w = put(0, (8, 32), "data", "model"), put(1, (32, 16), "data", "model")
+        assert check(lambda x, w: jnp.dot(x, w, out_sharding=P("data", "model")), x, w) == 1
+
+
+def test_reductions_that_jax_decorates() -> None:
+    """JAX says of the numbers that argmax compares how they are sharded. It stays XLA's."""
+
+    def f(x: Any, w: Any) -> Any:
+        y = jnp.dot(x, w, out_sharding=P("data", None))
+        return jnp.argmax(y, 0), jnp.max(y, 0), y.sum()
+
+    with jax.set_mesh(explicit_mesh()):
+        assert check(f, put(0, (8, 32), "data", "model"), put(1, (32, 16), "model", None)) == 3
+
+
+def test_fsdp_and_tensor_parallelism() -> None:
+    """Matmuls with a gather and a sum or two gathers, forward and backward, and nothing is left."""
+
+    def loss(weights: Any, x: Any) -> Any:
+        up, down = weights
+        h = jax.nn.relu(jnp.dot(x, up, out_sharding=P("data", "model")))
+        return (jnp.dot(h, down, out_sharding=P("data", "model")) ** 2).mean()
+
+    with jax.set_mesh(explicit_mesh()):
+        weights = put(1, (16, 32), "data", "model"), put(2, (32, 16), "model", "data")
+        gradient = jax.jit(jax.value_and_grad(loss))
+        x = put(0, (8, 16), "data", "model")
+        assert check(gradient, weights, x) >= 8
+        with jax_intranode.accelerate():
+            found = jax_intranode.explain(gradient, compiled=True)(weights, x)
+    assert found.compiled is not None
+    assert not [kind for kind in found.compiled if not kind.startswith("jax_intranode_")]
+
+
 def test_another_order_of_devices() -> None:
     f = jax.jit(mlp)
     with jax_intranode.accelerate():
@@ -133,35 +170,41 @@ def test_what_stays() -> None:
     with jax.set_mesh(partly):
         x, w = put(0, (8, 16), None, "model"), put(1, (16, 8), "model", None)
         assert check(large, x, w) == 0  # a shard_map can't be fully manual
-    mesh = explicit_mesh()
-    x = jax.device_put(np.ones((8, 16), np.float32), NamedSharding(mesh, P(None, "model")))
-    w = jax.device_put(np.ones((16, 8), np.float32), NamedSharding(mesh, P("model", None)))
+
+
+def test_the_order_of_devices_without_set_mesh() -> None:
+    mesh = explicit_mesh([*range(1, N), 0])
+    x = jax.device_put(np.arange(128.0).reshape(8, 16), NamedSharding(mesh, P(None, "model")))
+    w = jax.device_put(np.arange(128.0).reshape(16, 8), NamedSharding(mesh, P("model", None)))
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
-        assert check(large, x, w) == 0  # no jax.set_mesh: the order of the devices is not known
-
-
-M, D = ("model",), ("data",)
+        assert check(lambda x, w: jnp.dot(x, w, out_sharding=P()), x, w) == 1
 
 
 @pytest.mark.parametrize(
     ("left", "right", "result", "wanted"),
     [
-        (((), M), (M, ()), ((), ()), Sum(M)),
-        ((D, M), (M, ()), (D, ()), Sum(M)),
-        (((), M), (M, ()), (M, ()), Sum(M, 0)),
-        (((), M), (M, ()), ((), M), Sum(M, 1)),
-        ((M, ()), ((), ()), ((), ()), Gather(0, 0, M)),
-        ((M, ()), ((), D), ((), D), Gather(0, 0, M)),
-        (((), ()), ((), M), ((), ()), Gather(1, 1, M)),
-        ((D, ()), ((), M), (D, M), None),  # nothing to communicate
-        (((), M), ((), ()), ((), ()), None),  # contracted over a dimension that only one has
-        ((D, M), (M, ()), ((), ()), None),  # a sum and a gather
-        ((D, ()), ((), M), ((), ()), None),  # two gathers
-        (((), M), (M, ()), (D, ()), None),  # scattered over another axis
-        ((D + M, ()), ((), ()), (D, ()), Gather(0, 0, M)),  # over the minor axis alone
-        ((D, M), (M, ()), (D + M, ()), Sum(M, 0)),  # scattered behind an axis that stays
+        (P(None, "model"), P("model"), P(), ["psum"]),
+        (P("data", "model"), P("model"), P("data"), ["psum"]),
+        (P(None, "model"), P("model"), P("model"), ["psum_scatter"]),
+        (P(None, "model"), P("model"), P(None, "model"), ["psum_scatter"]),
+        (P("model"), P(), P(), ["all_gather"]),
+        (P("model"), P(None, "data"), P(None, "data"), ["all_gather"]),
+        (P(), P(None, "model"), P(), ["all_gather"]),
+        (P("data"), P(None, "model"), P("data", "model"), []),
+        (P("data", "model"), P("model"), P(), ["all_gather", "psum"]),
+        (P("data"), P(None, "model"), P(), ["all_gather", "all_gather"]),
+        (P("data"), P("data", "model"), P("data", "model"), ["all_gather"]),  # FSDP
+        (P("data", "model"), P("model", "data"), P("data"), ["all_gather", "psum"]),  # and TP
+        (P(("data", "model")), P(), P("data"), ["all_gather"]),  # over the minor axis alone
+        # Scattered behind an axis that stays.
+        (P("data", "model"), P("model"), P(("data", "model")), ["psum_scatter"]),
     ],
 )
-def test_communication(left: Any, right: Any, result: Any, wanted: Any) -> None:
-    plan = plan_of((((1,), (0,)), ((), ())), (left, right), result)
-    assert (plan and (*plan.gathers, *plan.sums)) == (wanted and (wanted,))
+def test_communication(left: P, right: P, result: P, wanted: list[str]) -> None:
+    with jax.set_mesh(explicit_mesh()):
+        x, w = put(0, (16, 32), *left), put(1, (32, 8), *right)
+        f = jax.jit(lambda x, w: jnp.dot(x, w, out_sharding=result))
+        assert check(f, x, w) == len(wanted)
+        with jax_intranode.accelerate():
+            found = [c.operation for c in jax_intranode.explain(f)(x, w) if c.algorithm != "lax"]
+        assert sorted(found) == wanted

@@ -11,6 +11,7 @@ from typing import Any
 import jax
 from jax._src.interpreters import partial_eval
 from jax.extend.core import Jaxpr
+from jax.sharding import AxisType
 
 from jax_intranode._src.jax_private import trace_state
 
@@ -99,6 +100,31 @@ def equations(jaxpr: Any, nested_shard_maps: bool = True) -> Iterator[Any]:
         if may_run_jaxprs(equation) and (nested_shard_maps or shard_map_of(equation) is None):
             for inner in inner_jaxprs(equation, None):
                 yield from equations(inner.jaxpr, nested_shard_maps)
+
+
+def has_explicit_shardings(jaxpr: Any) -> bool:
+    """Whether the types of a program's arrays say how they are divided, all axes being Explicit.
+
+    0.10.2 and later.
+    """
+    top = open_jaxpr(jaxpr)
+    meshes = (_sharding(v).mesh for v in (*top.invars, *top.outvars) if _sharding(v) is not None)
+    mesh = next((mesh for mesh in meshes if not mesh.empty), None)
+    kinds = () if mesh is None else zip(mesh.axis_names, mesh.axis_types, strict=True)
+    return (
+        mesh is not None
+        and all(kind is AxisType.Explicit or mesh.shape[name] == 1 for name, kind in kinds)
+        and any(
+            any(_sharding(v).spec)
+            for variables in ((*e.invars, *e.outvars) for e in equations(jaxpr))
+            for v in variables
+            if _sharding(v) is not None
+        )
+    )
+
+
+def _sharding(variable: Any) -> Any:
+    return getattr(variable.aval, "sharding", None)
 
 
 class Contains:

@@ -21,9 +21,9 @@ _log = logging.getLogger("jax_intranode")
 # the jaxpr of its body that is lowered.
 RewriteBody = Callable[[Any, dict[str, Any]], Any]
 
-# Lowers a program: lower_program(its jaxpr, the platforms, a function that lowers a jaxpr) -> what
-# that function returns.
-LowerProgram = Callable[[Any, tuple[str, ...], Callable[[Any], Any]], Any]
+# Lowers a program: lower_program(its jaxpr, a function that lowers a jaxpr) -> what that function
+# returns.
+LowerProgram = Callable[[Any, Callable[[Any], Any]], Any]
 
 _hooked = False
 
@@ -85,8 +85,7 @@ def hook_lowering(rewrite: RewriteBody, lower_program: LowerProgram) -> None:
             lowered = lower(closed_jaxpr, *args, **kwargs)
             _exported.add(lowered[0])
             return lowered
-        *_, platforms = args
-        return lower_program(closed_jaxpr, platforms, lambda j: lower(j, *args, **kwargs))
+        return lower_program(closed_jaxpr, lambda j: lower(j, *args, **kwargs))
 
     # Users count compilations by the function's cache.
     for name in ("cache_info", "cache_clear", "cache_keys", "evict_weakref"):

@@ -75,11 +75,11 @@ class Call:
         origin: who called for it. "jax_intranode": the program called a function of this package.
             "jax.lax": the program, or a library that it uses, called one of ``jax.lax``. A gradient
             has the origin of the forward call. "inserted by JAX": nobody called a collective; such
-            are the gradient of an operand that is replicated over the axes, and the sum of a matmul
-            of a plain ``jit`` program with Explicit axes. "unknown": JAX has not kept the
-            traceback. An operation that takes the place of several is inserted by JAX if
+            are the gradients of operands that are replicated over the axes. "unknown": JAX has not
+            kept the traceback. An operation that takes the place of several is inserted by JAX if
             all of them are. "XLA's partitioner": it would add the collective to an operation of a
-            program over Auto axes; these are listed with ``install(auto=True)`` only.
+            plain ``jit`` program. Over Explicit axes these are listed while programs are rewritten,
+            over Auto axes with ``install(auto=True)`` only.
         sources: the `source` of each collective of ``jax.lax`` that the operation takes the place
             of; for all other operations, `source` only.
     """

@@ -11,11 +11,11 @@ from typing import Any, overload
 import jax
 
 from jax_intranode._src import reasons
-from jax_intranode._src.jax_private import hlo, jaxpr_walk, lowering_hooks, trace_state
+from jax_intranode._src.jax_private import hlo, jaxpr_walk, lowering_hooks
 from jax_intranode._src.ops.lowering_site import LoweringSite
 from jax_intranode._src.report import calls
 from jax_intranode._src.report.calls import Call
-from jax_intranode._src.rewrite import dataflow, explicit, mode
+from jax_intranode._src.rewrite import agreement, dataflow
 from jax_intranode._src.rewrite.auto import rewriting
 
 
@@ -33,8 +33,8 @@ class Explanation(Sequence[Call]):
             partitioner has added. XLA may also drop a collective, copy the body of a loop, or turn
             an all-reduce into a reduce-scatter; this then differs by these. None without
             ``compiled=True``.
-        left: with ``install(auto=True)``: why all that XLA's partitioner adds is left to it; None
-            if each operation has a reason of its own.
+        left: over Explicit axes, or with ``install(auto=True)``: why all that XLA's partitioner
+            adds is left to it; None if each operation has a reason of its own.
     """
 
     calls: tuple[Call, ...]
@@ -145,18 +145,16 @@ class Explainer:
                 "of jax.jit"
             )
         jaxpr = jaxpr_walk.without_dead_code(traced.jaxpr)
-        mesh = trace_state.set_mesh()
-        if mode.enabled.value and mesh is not None:
-            jaxpr = explicit.rewrite_program(jaxpr, calls.platforms_of(mesh))
         computed = dataflow.computed_arguments(jaxpr)
         outside = calls.Context(LoweringSite(None, frozenset(), ()), computed=computed)
         found = tuple(calls.calls_in(jaxpr, outside))
-        if not self._compiled and not mode.is_auto():
+        is_divided = agreement.call_for_partitioners(jaxpr) is not None
+        if not self._compiled and not is_divided:
             return Explanation(found)
         with rewriting.explaining():
             program = traced.lower()
         left = None
-        place = lowering_hooks.lowered_by_jax(program) if mode.is_auto() else None
+        place = lowering_hooks.lowered_by_jax(program) if is_divided else None
         if place is not None:
             with rewriting.explaining():
                 outcome = rewriting.outcome_of(*place)

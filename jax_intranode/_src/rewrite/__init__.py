@@ -2,8 +2,7 @@
 
 - switch.py: the public functions that turn it on and off, and what runs when JAX lowers a program;
   mode.py: which programs are rewritten;
-- auto/: what XLA's partitioner adds to plain jit programs under Auto axes;
-- explicit.py: matmuls of plain jit programs under Explicit axes;
+- auto/: what XLA's partitioner adds to plain jit programs, under Explicit and under Auto axes;
 - jaxprs.py: rewrites the body of a shard_map, and the jaxprs inside: collectives and the matmuls
   next to them, which gathers.py and scatters.py find; fusion.py: the operation that takes their
   place; dataflow.py, views.py and matrices.py: how arrays are made from others;

@@ -38,6 +38,7 @@ from jax_intranode._src.jax_private import (
     lowering_context,
 )
 from jax_intranode._src.ops.lowering_site import device_ids
+from jax_intranode._src.rewrite import mode
 from jax_intranode._src.selection import config
 
 _log = logging.getLogger("jax_intranode")
@@ -48,6 +49,15 @@ CALLS = {
     INSTALL: "has not lowered this program within",
     INSTALL_AUTO: "has not lowered an auto-sharded program within",
 }
+
+
+def call_for_partitioners(jaxpr: Any) -> str | None:
+    """What replaces collectives that XLA's partitioner adds to a program; None if nothing here."""
+    on = mode.enabled.value
+    if on in (mode.ON, mode.AUTO) and jaxpr_walk.has_explicit_shardings(jaxpr):
+        return INSTALL
+    return INSTALL_AUTO if on == mode.AUTO else None
+
 
 # By device ids: whether all processes have been there at the same time; False after a call that has
 # waited in vain.
@@ -94,12 +104,14 @@ class _Meeting:
     compared: bool = False
 
 
-# By the generation and the ids of the devices.
+# By what processes have called, and the generation and the ids of the devices.
 _meetings: dict[Any, _Meeting] = {}
 
 
-def reason_for_no_auto(mesh: jax.sharding.Mesh) -> str | None:
+def reason_for_no_auto(mesh: jax.sharding.Mesh, call: str) -> str | None:
     """Why auto-sharded programs over a mesh are left to XLA; None if all processes rewrite them.
+
+    `call` is what all must have called. Under Explicit axes this is INSTALL.
 
     Raises:
         CommunicationError: a process is gone. With XLA the others would wait for it without end.
@@ -108,18 +120,20 @@ def reason_for_no_auto(mesh: jax.sharding.Mesh) -> str | None:
         return None
     if jax.process_index() not in _processes(mesh):
         return reasons.NOT_HERE
-    key = _meeting_of(mesh)
+    key = _meeting_of(mesh, call)
     if key not in _meetings:
         try:
-            store = _store_of_auto(mesh, "meeting")
+            store = _store_of_auto(mesh, call, "meeting")
         except RuntimeError as error:
             return str(error)
-        _meetings[key] = _Meeting(_decide(store, mesh, "", wait_s_of_program(), INSTALL_AUTO))
+        _meetings[key] = _Meeting(_decide(store, mesh, "", wait_s_of_program(), call))
         _warn_of(_meetings[key])
     return _meetings[key].reason
 
 
-def same_everywhere(mesh: jax.sharding.Mesh, program: Callable[[], str], taken: str) -> str | None:
+def same_everywhere(
+    mesh: jax.sharding.Mesh, call: str, program: Callable[[], str], taken: str
+) -> str | None:
     """Why a program is left to XLA; None if all processes of a mesh, which have met, take the same.
 
     Raises:
@@ -130,10 +144,10 @@ def same_everywhere(mesh: jax.sharding.Mesh, program: Callable[[], str], taken: 
     if len(_processes(mesh)) == 1:
         return None
     taken = hashlib.sha256(taken.encode()).hexdigest()[:16]
-    meeting = _meetings[_meeting_of(mesh)]
-    store = _store_of_auto(mesh, f"program/{program()}")
+    meeting = _meetings[_meeting_of(mesh, call)]
+    store = _store_of_auto(mesh, call, f"program/{program()}")
     if not meeting.compared:
-        meeting.reason = _decide(store, mesh, taken, wait_s_of_program(), INSTALL_AUTO)
+        meeting.reason = _decide(store, mesh, taken, wait_s_of_program(), call)
         meeting.compared = True
         _warn_of(meeting)
         return meeting.reason
@@ -150,13 +164,13 @@ def _warn_of(meeting: _Meeting) -> None:
         _log.warning("Auto-sharded programs are left to XLA: %s.", meeting.reason)
 
 
-def _meeting_of(mesh: jax.sharding.Mesh) -> Any:
-    return rendezvous.generation(device_ids(mesh)), device_ids(mesh)
+def _meeting_of(mesh: jax.sharding.Mesh, call: str) -> Any:
+    return call, rendezvous.generation(device_ids(mesh)), device_ids(mesh)
 
 
-def _store_of_auto(mesh: jax.sharding.Mesh, what: str) -> key_value_store.Store:
+def _store_of_auto(mesh: jax.sharding.Mesh, call: str, what: str) -> key_value_store.Store:
     devices = hashlib.sha256(repr(device_ids(mesh)).encode()).hexdigest()[:16]
-    return _store(mesh, f"auto/{devices}/{what}")
+    return _store(mesh, f"{call}/{devices}/{what}")
 
 
 # How the processes of a mesh decide.

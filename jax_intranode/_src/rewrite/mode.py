@@ -11,8 +11,3 @@ enabled = lowering_hooks.cache_key_context()
 ON = "rewrite"
 AUTO = "rewrite, and what XLA's partitioner adds"
 PART = "rewrite a part of a program"
-
-
-def is_auto() -> bool:
-    """Whether collectives that XLA's partitioner adds are replaced here."""
-    return bool(enabled.value == AUTO)

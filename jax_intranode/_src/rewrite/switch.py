@@ -20,7 +20,7 @@ from jax_intranode._src.jax_private import (
 )
 from jax_intranode._src.ops.lowering_site import LoweringSite, device_ids
 from jax_intranode._src.ops.ragged_all_to_all import lower_lax_on_cpu
-from jax_intranode._src.rewrite import agreement, dataflow, explicit, mode
+from jax_intranode._src.rewrite import agreement, dataflow, mode
 from jax_intranode._src.rewrite.auto import rewriting
 from jax_intranode._src.rewrite.auto.program import PIPELINE
 from jax_intranode._src.rewrite.jaxprs import has_collectives, rewrite_shard_map
@@ -44,8 +44,9 @@ def install(*, auto: bool = False) -> None:
     install it, or none.
 
     Args:
-        auto: whether collectives that XLA's partitioner adds to plain ``jit`` programs are replaced
-            as well. Then all processes must install it with `auto`, or these are left to XLA.
+        auto: whether collectives that XLA's partitioner adds to plain ``jit`` programs over Auto
+            axes are replaced as well; over Explicit axes they always are. Then all processes must
+            install it with `auto`, or these are left to XLA.
 
     Raises:
         RuntimeError: this version of JAX has changed in a way that makes rewriting impossible. JAX
@@ -76,12 +77,10 @@ def uninstall() -> None:
 
 
 def _hook(auto: bool) -> None:
-    if auto:
-        lowering_hooks.check_propagation(PIPELINE)
+    lowering_hooks.check_propagation(PIPELINE)
     lowering_hooks.hook_lowering(_rewrite_body, _lower_program)
     lower_lax_on_cpu()  # what is left to lax
-    if auto:
-        lowering_hooks.hook_programs(rewriting.rewrite_program, rewriting.forget)
+    lowering_hooks.hook_programs(rewriting.rewrite_program, rewriting.forget)
     for call in list(agreement.CALLS)[: 1 + auto]:
         distributed.say(call, "yes")
 
@@ -202,21 +201,23 @@ _log = logging.getLogger("jax_intranode")
 
 
 class _Totals(threading.local):
-    """The collectives of the program that this thread lowers, and what is known of it.
+    """What this thread lowers: the program's name and collectives, and what is known of it.
 
-    `computed` gives its `dataflow.computed_arguments`.
+    `call` is who replaces XLA's collectives; `computed` gives its `dataflow.computed_arguments`.
     """
 
-    program = ""
-    taken = 0
-    left = 0
-    computed: Callable[[], Any] = set
+    def __init__(self) -> None:
+        self.program = ""
+        self.taken = 0
+        self.left = 0
+        self.call: str | None = None
+        self.computed: Callable[[], Any] = set
 
 
 _totals = _Totals()
 
 
-def _lower_program(jaxpr: Any, platforms: tuple[str, ...], lower: Callable[[Any], Any]) -> Any:
+def _lower_program(jaxpr: Any, lower: Callable[[Any], Any]) -> Any:
     """Lowers a program: `lower` gets the jaxpr as it is to be lowered.
 
     Under ``jax.set_mesh`` the jaxpr of a shard_map without ``mesh=`` names no devices, so JAX would
@@ -226,16 +227,18 @@ def _lower_program(jaxpr: Any, platforms: tuple[str, ...], lower: Callable[[Any]
     if not mode.enabled.value:
         return lower(jaxpr)
     # Lowering one program may compile another, for instance to compute a constant.
-    around = _totals.program, _totals.taken, _totals.left, _totals.computed
+    around = vars(_totals).copy()
     _totals.taken = _totals.left = 0
+    _totals.call = agreement.call_for_partitioners(jaxpr)
     try:
-        jaxpr = explicit.rewrite_program(jaxpr, platforms)
         _totals.computed = functools.cache(partial(dataflow.computed_arguments, jaxpr))
         mesh = trace_state.set_mesh()
         on = mode.enabled.value
         key = (on, device_ids(mesh)) if mesh is not None and _over_set_mesh(jaxpr) else on
         with mode.enabled(key):
             lowered = lower(jaxpr)
+        if _totals.call:
+            rewriting.divided[lowered[0]] = _totals.call
         if _totals.taken + _totals.left and on != mode.PART:
             _log.info(
                 "Lowered %s: %d collectives of jax.lax replaced, %d left.",
@@ -245,7 +248,7 @@ def _lower_program(jaxpr: Any, platforms: tuple[str, ...], lower: Callable[[Any]
             )
         return lowered
     finally:
-        _totals.program, _totals.taken, _totals.left, _totals.computed = around
+        vars(_totals).update(around)
 
 
 def _rewrite_body(ctx: Any, params: dict[str, Any]) -> Any:
@@ -263,7 +266,7 @@ def _rewrite_body(ctx: Any, params: dict[str, Any]) -> Any:
         lowering_context.lowering_platforms(ctx),
         lowering_context.lowering_for_export(ctx),
     )
-    if mode.is_auto() and site.auto_axes() and not site.for_export:
+    if _totals.call and site.auto_axes() and not site.for_export:
         return jaxpr  # once it is known how its arrays are sharded over the other axes: see auto/
     rewritten, body = rewrite_shard_map(site, params, _totals.computed())
     body.refuse_if_strict("Collectives of jax.lax")

@@ -1,4 +1,4 @@
-"""Collectives that XLA's partitioner would add to plain jit programs over Auto axes.
+"""Collectives that XLA's partitioner would add to plain jit programs.
 
 - modules.py: MLIR modules in Python;
 - simplified.py: a lowered program as XLA simplifies it;

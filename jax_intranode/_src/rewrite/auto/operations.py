@@ -149,7 +149,7 @@ _REDUCTIONS = {
 
 def _reduction(block: Any) -> tuple[Callable[..., Any], str] | None:
     """The reduction that a block is of two numbers; None if it is another one."""
-    names = [o.operation.name for o in block.operations if "sdy." not in o.operation.name]
+    names = [o.operation.name for o in block.operations]
     return _REDUCTIONS.get(names[0]) if names[1:] == ["stablehlo.return"] else None
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax import lax
 from jax.sharding import NamedSharding
 
 from jax_intranode._src import reasons
@@ -59,10 +60,12 @@ def _compiled(
     result: Spec,
     mesh: jax.sharding.Mesh,
 ) -> tuple[Collective, ...] | str:
+    after = NamedSharding(mesh, partition_spec(result))
     jitted = jax.jit(
-        local,
+        # Or the operation would make another part of the result, which XLA would reshard behind it.
+        lambda *arrays: lax.with_sharding_constraint(local(*arrays), after),
         in_shardings=tuple(NamedSharding(mesh, partition_spec(of)) for of in operands),
-        out_shardings=NamedSharding(mesh, partition_spec(result)),
+        out_shardings=after,
     )
     platform = mesh.devices.flat[0].platform
     try:

@@ -229,7 +229,9 @@ class Program:
             axes = [sdy.AxisRefAttr(axis) for axis in sdy.DimensionShardingAttr(dimension).axes]
             if any(axis.sub_axis_info for axis in axes):
                 return None
-            dimensions.append(tuple(axis.name for axis in axes))
+            # Nothing is divided over an axis of one device.
+            names = (axis.name for axis in axes)
+            dimensions.append(tuple(name for name in names if self.mesh.shape[name] > 1))
         if len(sharding.unreduced_axes):
             return None
         return tuple(dimensions)

@@ -109,6 +109,10 @@ class Outcome:
 _outcomes: weakref.WeakKeyDictionary[Any, dict[Any, Outcome]] = weakref.WeakKeyDictionary()
 
 
+# The lowered programs whose collectives of XLA's partitioner are replaced, and by which call.
+divided: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
+
+
 class _Explaining(threading.local):
     """Whether this thread is in `explaining`."""
 
@@ -133,7 +137,7 @@ def outcome_of(module: Any, devices: Sequence[Any], platforms: Sequence[str]) ->
     Raises:
         RuntimeError: as `rewrite_program`.
     """
-    if not mode.is_auto() or len(devices) < 2:
+    if module not in divided or mode.enabled.value not in (mode.ON, mode.AUTO) or len(devices) < 2:
         return Outcome()
     known = _outcomes.setdefault(module, {})
     ids = tuple(d.id for d in devices)
@@ -146,7 +150,7 @@ def outcome_of(module: Any, devices: Sequence[Any], platforms: Sequence[str]) ->
         fallback.refuse_missed(
             "Collectives that XLA's partitioner adds",
             [(record.operation, record.source, record.reason or "") for record in missed],
-            "install(auto=True) and accelerate(auto=True)",
+            f"{divided[module]} and {divided[module].replace('install', 'accelerate')}",
         )
     return known[key]
 
@@ -206,6 +210,7 @@ class _Rewriting:
     ):
         self._name = name
         self._lowered = module
+        self._call = divided[module]
         self._outcome = outcome
         self._program = Program(module, devices)
         self._mesh = outcome.mesh = self._program.mesh
@@ -223,7 +228,7 @@ class _Rewriting:
         reason = None
         if has_plans:
             reason = self._site.traced_here().reason_for_lax()
-            reason = reason or agreement.reason_for_no_auto(self._mesh)
+            reason = reason or agreement.reason_for_no_auto(self._mesh, self._call)
         replacements: list[Any] = []
         for block, manual_axes, candidates in blocks:
             if has_plans and reason is None and not propagated_only:
@@ -232,7 +237,8 @@ class _Rewriting:
                 self._leave(candidates, reason or "for a test")
         if replacements:
             text = json.dumps(sorted(replacements))
-            reason = agreement.same_everywhere(self._mesh, self._fingerprint, text)
+            same = self._mesh, self._call, self._fingerprint
+            reason = agreement.same_everywhere(*same, text)
         if reason is None and (replacements or propagated_only):
             reason = self._finish()
         if reason is None:

@@ -17,8 +17,9 @@ Exits with 1 if a program fails, if its results differ by more than its toleranc
 replaced.
 
 Auto-sharded programs (AUTO) run with `--auto`. They, and those over Explicit axes (EXPLICIT), also
-take 20 steps twice, without and with the rewriting, each from the start. Printed are how far the results of these steps are apart, and the arrays that
-XLA's collectives make in the function that has most of them.
+take 20 steps twice, without and with the rewriting, each from the start. Printed are how far the
+results of these steps are apart, and the arrays that XLA's collectives make in the function that
+has most of them.
 """
 
 import argparse

@@ -203,6 +203,7 @@ DIMENSION_OF_AUTO_AXES = Unsupported(
     "its dimension is sharded over Auto axes, or its result otherwise"
 )
 NOT_IN_AUTO = Unsupported("{name} over manual axes in an auto-sharded program")
+OTHER_OPERATION = Unsupported("XLA adds it for {name}, and it is not of an operation listed above")
 NO_COLLECTIVE = NotFaster("nothing in it is a collective")
 SHARED = NotFaster("another operation that needs the same gathered array is left")
 WHOLE_SUM = NotFaster("XLA would have the whole sum for another operation that needs it")

@@ -24,7 +24,7 @@ from auto_programs import (
 )
 from jax import lax
 from jax.extend.mlir import ir
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from tiers import full
 
@@ -401,9 +401,10 @@ def test_what_is_left_has_a_line_of_log(
         return x.prod(0)
 
     where = f"{__file__}:{product.__code__.co_firstlineno + 1} (product)"
-    assert lines(product, x) == [
-        "Lowered jit_product: 0 operations that XLA's partitioner would add collectives to became "
-        "0 of this package, 1 are left.",
+    assert lines(product, x) == [  # nothing says that nothing else is left
+        "Lowered jit_product: of 1 matmuls, reductions and reshardings to which XLA's partitioner "
+        "would add collectives, 0 became 0 operations of this package. XLA may communicate for "
+        "others, too: explain(f, compiled=True) lists what is left.",
         f"reduce at {where} is left to XLA: a reduction that is no sum, maximum or minimum.",
     ]
 
@@ -873,3 +874,44 @@ def test_plans_of_a_dot() -> None:
         one = [("all-reduce", frozenset("m"), count)]
         fitting = plans.as_found(found[0], one, ((8, 8), (8, 8)), (8, 8), sizes)
         assert (fitting is not None) is fits
+
+
+@pytest.mark.parametrize("what", ["argument", "difference", "choice"])
+def test_results_that_are_gathered(what: str) -> None:
+    """XLA reshards results for out_shardings, and operands of select."""
+    mesh = two_axes()
+    whole, part = put(mesh, normal(0, 8, 4)), put(mesh, normal(1, 8, 4), ("data", "model"))
+
+    def f(m: Any, g: Any) -> Any:
+        if what == "argument":
+            return g * 1.5
+        return m + (g - m) * 0.1 if what == "difference" else jnp.where(m > 0, g * 2, m)
+
+    jitted = jax.jit(f, out_shardings=NamedSharding(mesh, P()))
+    wanted = jitted(whole, part)
+    with jax_intranode.accelerate(auto=True):
+        compiled = jitted.lower(whole, part).compile()
+        found = jitted(whole, part)
+    assert not of_xla(collectives(compiled))
+    assert collectives(compiled)["jax_intranode_all_gather"] == 1
+    np.testing.assert_array_equal(wanted, found)
+
+
+def test_what_is_left_is_told_whole() -> None:
+    """An embedding lookup and a cumulative sum: XLA's collectives are rows with their lines."""
+    mesh = two_axes()
+
+    def f(table: Any, words: Any, w: Any) -> Any:
+        rows = table[words]
+        return jnp.cumsum(rows @ w, axis=0)
+
+    table, w = put(mesh, normal(0, 16, 8), "model"), put(mesh, normal(1, 8, 8), "data")
+    words = put(mesh, np.arange(8, dtype=np.int32), "data")
+    with jax_intranode.accelerate(auto=True):
+        report = jax_intranode.explain(f, compiled=True)(table, words, w)
+        compiled = collectives(jax.jit(f).lower(table, words, w).compile())
+    assert report.compiled == compiled and of_xla(compiled)
+    left = [call for call in report if call.algorithm == "lax"]
+    lookup = f"{__file__}:{f.__code__.co_firstlineno + 1} (f)"
+    assert lookup in [call.source for call in left]
+    assert any("gather" in call.reason for call in left if call.source == lookup)

@@ -20,6 +20,7 @@ from tiers import quick
 sys.path.insert(0, str(Path(__file__).parents[2] / "tools"))
 import auto_corpus
 
+import jax_intranode
 from jax_intranode._src.jax_private import hlo
 
 
@@ -55,6 +56,24 @@ def test_einsums(seed: int) -> None:
 @pytest.mark.parametrize("seed", quick(range(20), range(4)))
 def test_einsums_over_explicit_axes(seed: int) -> None:
     compare(auto_corpus.random_einsum(seed), 0 if seed % 5 == 0 else 1, AxisType.Explicit)
+
+
+# Those whose training step XLA still does a part of.
+LEFT = ("dense, sequence parallel", "dense, FSDP", "while, cond and vmap", "experts, partly manual")
+
+
+@pytest.mark.parametrize("name", quick(LEFT, LEFT[:2]))
+def test_explain_lists_what_xla_still_does(name: str) -> None:
+    mesh = auto_corpus.meshes_of(jax.devices()[:8])[1]
+    f, arguments, donated = auto_corpus.PROGRAMS[name](mesh)
+    with auto_corpus.accelerated(mesh):
+        jitted = auto_corpus.jitted(f, donated)
+        arguments = auto_corpus.placed(arguments, mesh, True)
+        report = jax_intranode.explain(jitted, compiled=True)(*arguments)
+        text = jitted.lower(*arguments).compile().as_text()
+    assert report.compiled == hlo.in_compiled(text)
+    sources = {source for call in report if call.algorithm == "lax" for source in call.sources}
+    assert {found.source for found in hlo.sources_of(text)} <= sources
 
 
 # As XLA prints collectives of GPUs; if asynchronous, operands, results, and what belongs to them.

@@ -36,6 +36,10 @@ _COLLECTIVE = re.compile(
     r"(?:(?:replica_groups|source_target_pairs)=(\{\}|\{\{[\d,{}]*\}\}|\[[\d,]*\]<=\[[\d,]*\](?:T\([\d,]*\))?"
     r"|mesh\[[^\]]*\](?:, device_ids=\([^ ]*\))? \{[^}]*\}))"
 )
+# Where operations come from: tables of files, functions, places in files, and frames.
+_TABLE = re.compile(
+    r"^(FileNames|FunctionNames|FileLocations|StackFrames)\n((?:\d+ .*\n)+)", re.MULTILINE
+)
 _ARRAY = re.compile(r"([a-z]\w*)\[([\d,]*)\]")
 _IOTA = re.compile(r"\[([\d,]*)\]<=\[([\d,]*)\](?:T\(([\d,]*)\))?")
 _MESH = re.compile(
@@ -142,6 +146,67 @@ def leaves_of(text: str, devices: int) -> list[Leaf] | None:
     if sum(counted[kind] for kind in KINDS) != len(found):
         return None
     return found
+
+
+@dataclass(frozen=True)
+class Source:
+    """What a collective of a compiled program is for, as XLA says.
+
+    Attributes:
+        kind: XLA's name of the collective.
+        arrays: the dtypes and shapes that it makes on a device.
+        of: the operation of JAX that it belongs to, or the argument; "" if XLA does not say.
+        source: file:line (function) of the operation; "unknown" if XLA does not say.
+    """
+
+    kind: str
+    arrays: tuple[tuple[str, tuple[int, ...]], ...]
+    of: str
+    source: str
+
+
+def sources_of(text: str) -> list[Source]:
+    """The collectives of a compiled program, an entry for each operation of XLA."""
+    tables: dict[str, dict[str, str]] = {}
+    for name, rows in _TABLE.findall(text):
+        tables[name] = dict(row.split(" ", 1) for row in rows.splitlines())
+
+    def field(table: str, row: str, name: str) -> str:
+        found = re.search(rf"\b{name}=(\d+)", tables.get(table, {}).get(row, ""))
+        return found[1] if found else ""
+
+    found = []
+    for line in text.splitlines():
+        match = re.search(rf"= (\(.*?\)|\S+) ({_KIND})(?:-start)?\(", line)
+        if match is None:
+            continue
+        of = re.search(r'op_name="([^"]*)"', line)
+        frame = re.search(r"stack_frame_id=(\d+)", line)
+        place = field("StackFrames", frame[1], "file_location_id") if frame else ""
+        file, function = (
+            tables.get(table, {}).get(field("FileLocations", place, name), '""')[1:-1]
+            for table, name in (
+                ("FileNames", "file_name_id"),
+                ("FunctionNames", "function_name_id"),
+            )
+        )
+        source = f"{file}:{field('FileLocations', place, 'line')}" if file else "unknown"
+        if function:
+            source += f" ({function.rpartition('<locals>.')[2]})"
+        arrays = ((_dtype(name), tuple(_numbers(n))) for name, n in _ARRAY.findall(match[1]))
+        found.append(
+            Source(match[2], tuple(arrays), of[1].rpartition("/")[2] if of else "", source)
+        )
+    return found
+
+
+def _dtype(name: str) -> str:
+    """NumPy's name of one of XLA's dtypes."""
+    kinds = {"f": "float", "s": "int", "u": "uint", "c": "complex"}
+    found = re.fullmatch(r"([fsuc])(\d+)", name)
+    if found:
+        return kinds[found[1]] + found[2]
+    return {"pred": "bool", "bf16": "bfloat16"}.get(name, name)
 
 
 def _numbers(text: str) -> list[int]:

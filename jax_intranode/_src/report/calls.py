@@ -15,6 +15,7 @@ from functools import partial
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.extend.core import Literal, Var
 
 from jax_intranode._src import reasons
@@ -22,6 +23,7 @@ from jax_intranode._src.group import partition as partition_lib
 from jax_intranode._src.health import call_sites
 from jax_intranode._src.jax_private import (
     call_frames,
+    hlo,
     jaxpr_walk,
     lax_collectives,
     lowering_context,
@@ -356,6 +358,23 @@ def calls_of_partitioner(outcome: rewriting.Outcome, outside: Context) -> Iterat
                 avals=list(record.avals),
                 axes=record.axes,
                 selected=select.Selection("lax", record.reason),
+                origin=PARTITIONER,
+            )
+
+
+def calls_of_xla(text: str, listed: Collection[str]) -> Iterator[Call]:
+    """The collectives of a compiled program that are of no operation at the lines `listed`."""
+    context = Context(LoweringSite(None, frozenset(), ()))
+    for found in hlo.sources_of(text):
+        if found.source not in listed:
+            arrays = [jax.ShapeDtypeStruct(shape, jnp.dtype(name)) for name, shape in found.arrays]
+            yield _call(
+                context,
+                operation=found.kind,
+                sources=(found.source,),
+                avals=arrays,
+                axes=(),
+                selected=select.Selection("lax", reasons.OTHER_OPERATION.of(name=found.of)),
                 origin=PARTITIONER,
             )
 

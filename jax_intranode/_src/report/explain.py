@@ -169,7 +169,11 @@ class Explainer:
         if not self._compiled:
             return Explanation(found, left=left)
         before = hlo.in_lowered(program.as_text())
-        after = hlo.in_compiled(program.compile().as_text() or "")
+        text = program.compile().as_text() or ""
+        after = hlo.in_compiled(text)
+        if is_divided:
+            listed = {s for call in found if call.algorithm == "lax" for s in call.sources}
+            found += tuple(calls.calls_of_xla(text, listed))
         of_xla = Counter({kind: after[kind] for kind in hlo.KINDS})
         return Explanation(found, dict(sorted(after.items())), dict(of_xla - before), left)
 

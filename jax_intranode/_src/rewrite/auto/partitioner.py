@@ -17,12 +17,13 @@ from jax_intranode._src.jax_private import hlo, trace_state
 from jax_intranode._src.rewrite.auto.plans import Collective, Spec, partition_spec
 
 # Nothing of the compiled operation runs, so it need not be fast. Triton takes 0.6 s for a matmul.
-_OPTIONS = {
+_OPTIONS: dict[str, Any] = {
+    "cpu": {"xla_backend_optimization_level": 0},
     "gpu": {
         "xla_gpu_autotune_level": 0,
         "xla_gpu_shard_autotuning": False,
         "xla_gpu_enable_triton_gemm": False,
-    }
+    },
 }
 
 _known: dict[Any, tuple[Collective, ...] | str] = {}

@@ -7,7 +7,7 @@ Everything is read by the types of MLIR's Python bindings.
 import contextlib
 import math
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -34,7 +34,9 @@ from jax_intranode._src.rewrite.auto.modules import (
 )
 from jax_intranode._src.rewrite.auto.plans import Spec
 
-_ELEMENTWISE = frozenset(f"stablehlo.{n}" for n in ("add", "subtract", "multiply", "divide"))
+_ELEMENTWISE = frozenset(
+    f"stablehlo.{n}" for n in ("add", "subtract", "multiply", "divide", "select")
+)
 # What each device can make any part of.
 _MADE_ANYWHERE = frozenset(
     {"sdy.constant", *(f"stablehlo.{n}" for n in ("constant", "iota", "broadcast_in_dim"))}
@@ -119,19 +121,23 @@ class Program:
         self._refuse_unsuitable()
         # The numbers of reshards of operands, which XLA adds, but propagation does not.
         self.added: set[int] = set()
+        of_results = [
+            self._spec_of(attributes["sdy.sharding"]) if "sdy.sharding" in attributes else None
+            for attributes in self._main.opview.res_attrs
+        ]
         for operation in walk(self._main):
-            if operation.name in _ELEMENTWISE and len(operation.operands) == 2:
-                self._add_reshards(operation)
+            if operation.name in _ELEMENTWISE:
+                self._add_reshards(operation, [self.spec(operation.results[0])] * 3)
+            elif operation.name == "func.return":
+                self._add_reshards(operation, of_results)
 
-    def _add_reshards(self, operation: Any) -> None:
-        """Adds reshards of operands that are sharded otherwise than the result."""
-        (result,) = operation.results
-        spec = self.spec(result)
-        for index, value in enumerate(operation.operands):
+    def _add_reshards(self, operation: Any, specs: Sequence[Spec | None]) -> None:
+        """Adds reshards of operands that are sharded otherwise than the operation takes them."""
+        for index, (value, spec) in enumerate(zip(operation.operands, specs, strict=False)):
             maker = owner(value)
-            if maker is None or maker.name in _MADE_ANYWHERE:
+            if maker is None or maker.name in _MADE_ANYWHERE or spec is None:
                 continue
-            if spec is None or self.spec(value) in (None, spec):
+            if self.spec(value) in (None, spec) or len(self.spec(value) or ()) != len(spec):
                 continue
             new = sdy.ReshardOp(
                 value,

@@ -268,9 +268,11 @@ class _Rewriting:
         left = sum(record.reason is not None for record in self._outcome.records)
         if self._outcome.records:
             _log.info(
-                "Lowered %s: %d operations that XLA's partitioner would add collectives to became "
-                "%d of this package, %d are left.",
-                *(self._name, len(self._outcome.records) - left, self._calls, left),
+                "Lowered %s: of %d matmuls, reductions and reshardings to which XLA's partitioner "
+                "would add collectives, %d became %d operations of this package. XLA may "
+                "communicate for others, too: explain(f, compiled=True) lists what is left.",
+                *(self._name, len(self._outcome.records)),
+                *(len(self._outcome.records) - left, self._calls),
             )
 
     def _candidates(self, block: Any) -> list[Candidate]:

@@ -235,9 +235,7 @@ class Program:
             axes = [sdy.AxisRefAttr(axis) for axis in sdy.DimensionShardingAttr(dimension).axes]
             if any(axis.sub_axis_info for axis in axes):
                 return None
-            # Nothing is divided over an axis of one device.
-            names = (axis.name for axis in axes)
-            dimensions.append(tuple(name for name in names if self.mesh.shape[name] > 1))
+            dimensions.append(tuple(axis.name for axis in axes))
         if len(sharding.unreduced_axes):
             return None
         return tuple(dimensions)

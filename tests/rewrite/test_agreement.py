@@ -53,7 +53,7 @@ def test_a_process_may_have_ended_before_the_processes_have_met(
         monkeypatch.setattr(agreement, known, {})
     body: Any = SimpleNamespace(invars=[], eqns=[])
     reason = (
-        agreement.reason_for_no_auto(mesh, agreement.INSTALL_AUTO)
+        agreement.reason_for_no_auto(mesh, agreement.INSTALL_AUTO, str)
         if auto
         else agreement.reason_not_to_rewrite(mesh, body)
     )

@@ -14,10 +14,9 @@ that came first counts for all. It counts for this program only: others are deci
 Once all processes have been there at the same time, all of them have the rewriting installed, and
 nobody waits any more.
 
-Auto-sharded programs are agreed on by mesh. Before the first one over a set of devices, the
-processes meet in the same way. If one is missing, all leave these programs to XLA from then on.
-They also compare what they would replace in the first program, and leave everything to XLA if it
-differs. After that nobody waits.
+Programs whose collectives XLA's partitioner adds are agreed on in the same way. When all processes
+have met, they also compare what they would replace in that program, and leave all such programs
+over these devices to XLA if it differs. After that nobody waits.
 """
 
 import hashlib
@@ -43,12 +42,8 @@ from jax_intranode._src.selection import config
 
 _log = logging.getLogger("jax_intranode")
 
-# What processes say that they have called, and what is said of one that has not come.
-INSTALL, INSTALL_AUTO = "install()", "install(auto=True)"
-CALLS = {
-    INSTALL: "has not lowered this program within",
-    INSTALL_AUTO: "has not lowered an auto-sharded program within",
-}
+# What processes say that they have called.
+CALLS = INSTALL, INSTALL_AUTO = "install()", "install(auto=True)"
 
 
 def call_for_partitioners(jaxpr: Any) -> str | None:
@@ -88,7 +83,7 @@ def reason_not_to_rewrite(mesh: jax.sharding.Mesh, body: Any) -> str | None:
     return reason
 
 
-# Auto-sharded programs.
+# Programs whose collectives XLA's partitioner adds.
 
 
 @dataclass
@@ -96,22 +91,27 @@ class _Meeting:
     """How the processes of a mesh have met.
 
     Attributes:
-        reason: why they leave all auto-sharded programs to XLA; None if they don't.
+        met: as in `_met`; None before the first call.
         compared: whether they have found that they take the same of a program.
+        reason: why they leave all these programs to XLA; None if they don't.
     """
 
-    reason: str | None
+    met: bool | None = None
     compared: bool = False
+    reason: str | None = None
 
 
 # By what processes have called, and the generation and the ids of the devices.
 _meetings: dict[Any, _Meeting] = {}
 
 
-def reason_for_no_auto(mesh: jax.sharding.Mesh, call: str) -> str | None:
-    """Why auto-sharded programs over a mesh are left to XLA; None if all processes rewrite them.
+def reason_for_no_auto(
+    mesh: jax.sharding.Mesh, call: str, program: Callable[[], str]
+) -> str | None:
+    """Why a program is left to XLA; None if all processes of its mesh rewrite it.
 
-    `call` is what all must have called. Under Explicit axes this is INSTALL.
+    `call` is what all must have called. Under Explicit axes this is INSTALL. `program` identifies
+    the program.
 
     Raises:
         CommunicationError: a process is gone. With XLA the others would wait for it without end.
@@ -120,15 +120,20 @@ def reason_for_no_auto(mesh: jax.sharding.Mesh, call: str) -> str | None:
         return None
     if jax.process_index() not in _processes(mesh):
         return reasons.NOT_HERE
-    key = _meeting_of(mesh, call)
-    if key not in _meetings:
-        try:
-            store = _store_of_auto(mesh, call, "meeting")
-        except RuntimeError as error:
-            return str(error)
-        _meetings[key] = _Meeting(_decide(store, mesh, "", wait_s_of_program(), call))
-        _warn_of(_meetings[key])
-    return _meetings[key].reason
+    meeting = _meetings.setdefault(_meeting_of(mesh, call), _Meeting())
+    if meeting.reason is not None:
+        return meeting.reason
+    try:
+        store = _store_of_auto(mesh, call, f"meeting/{program()}")
+    except RuntimeError as error:
+        return str(error)
+    wait_s = wait_s_of_program() if meeting.met is None else timeouts.LATER_WAIT_S
+    reason = _decide(store, mesh, "", 0 if meeting.met else wait_s, call)
+    if reason is None or lowering_context.lowering_for_call():
+        meeting.met = bool(meeting.met) or reason is None
+    if reason is not None:
+        _log.warning("A program is left to XLA: %s.", reason)
+    return reason
 
 
 def same_everywhere(
@@ -146,22 +151,18 @@ def same_everywhere(
     taken = hashlib.sha256(taken.encode()).hexdigest()[:16]
     meeting = _meetings[_meeting_of(mesh, call)]
     store = _store_of_auto(mesh, call, f"program/{program()}")
-    if not meeting.compared:
-        meeting.reason = _decide(store, mesh, taken, wait_s_of_program(), call)
+    reason = _decide(store, mesh, taken, 0 if meeting.compared else wait_s_of_program(), call)
+    if reason is None:
         meeting.compared = True
-        _warn_of(meeting)
-        return meeting.reason
-    if store.claim("taken", taken) != taken:
-        raise RuntimeError(
-            "another process replaces other operations of this program; all must run the same "
-            "program, with the same versions and settings"
-        )
-    return None
-
-
-def _warn_of(meeting: _Meeting) -> None:
-    if meeting.reason is not None:
-        _log.warning("Auto-sharded programs are left to XLA: %s.", meeting.reason)
+        if store.claim("taken", taken) != taken:
+            raise RuntimeError(
+                "another process replaces other operations of this program; all must run the same "
+                "program, with the same versions and settings"
+            )
+    elif reason == reasons.OTHER_OPERATIONS:
+        meeting.reason = reason
+        _log.warning("Programs over these devices are left to XLA: %s.", reason)
+    return reason
 
 
 def _meeting_of(mesh: jax.sharding.Mesh, call: str) -> Any:
@@ -239,8 +240,8 @@ def _missing(
                 _fail(process, mesh, ids, *absence)
             limit = deadline if first.passed() and distributed.said(call, process) else first
             if limit.passed():
-                late = f"process {process} {CALLS[call]} {limit.seconds:g} s: "
-                return late + _why_late(call)
+                late = f"process {process} has not lowered this program within {limit.seconds:g} s"
+                return f"{late}: {_why_late(call)}"
             if report.passed() and not is_reported:
                 is_reported = True
                 _log.warning(

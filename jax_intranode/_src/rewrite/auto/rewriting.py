@@ -228,7 +228,9 @@ class _Rewriting:
         reason = None
         if has_plans:
             reason = self._site.traced_here().reason_for_lax()
-            reason = reason or agreement.reason_for_no_auto(self._mesh, self._call)
+            reason = reason or agreement.reason_for_no_auto(
+                self._mesh, self._call, self._fingerprint
+            )
         replacements: list[Any] = []
         for block, manual_axes, candidates in blocks:
             if has_plans and reason is None and not propagated_only:

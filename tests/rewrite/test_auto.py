@@ -497,13 +497,21 @@ def test_a_peer_that_is_gone_is_an_error(monkeypatch: pytest.MonkeyPatch) -> Non
         jax.jit(mlp).lower(p, x)
 
 
-def test_a_jaxlib_without_propagation(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_jaxlib_without_propagation(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What needs it is left to XLA, or an error where it is asked for; jax.lax is replaced."""
     from jax_intranode._src.rewrite import switch
 
     monkeypatch.setattr(switch, "PIPELINE", "builtin.module(sdy-no-such-pass)")
-    with pytest.raises(RuntimeError, match="leave out auto=True"):
+    with pytest.raises(RuntimeError, match=r"leave out auto=True"):
         jax_intranode.install(auto=True)
     assert not switch.mode.enabled.value
+    mesh = Mesh(np.array(jax.devices()), ("x",))
+    total = jax.shard_map(lambda v: lax.psum(v, "x"), mesh=mesh, in_specs=P("x"), out_specs=P())
+    with jax_intranode.accelerate():
+        assert "jax_intranode_psum" in jax.jit(total).lower(jnp.ones((mesh.size, 4))).as_text()
+    assert "Programs over Explicit axes are left to XLA" in caplog.text
 
 
 @pytest.fixture

@@ -136,7 +136,7 @@ def check_propagation(pipeline: str) -> None:
         raise RuntimeError(
             f"jax_intranode can't replace collectives of XLA's partitioner with jax "
             f"{jax.__version__} and jaxlib {jaxlib_version}: {error}. It can with jax 0.10.2 to "
-            "0.12.0.1. Install one of these, or leave out auto=True."
+            "0.12.0.1. Install one of these, or leave out auto=True where it is given."
         ) from error
 
 

@@ -77,10 +77,18 @@ def uninstall() -> None:
 
 
 def _hook(auto: bool) -> None:
-    lowering_hooks.check_propagation(PIPELINE)
+    propagates = True
+    try:
+        lowering_hooks.check_propagation(PIPELINE)
+    except RuntimeError as error:
+        if auto:
+            raise
+        propagates = False
+        _log.warning("Programs over Explicit axes are left to XLA: %s", error)
     lowering_hooks.hook_lowering(_rewrite_body, _lower_program)
     lower_lax_on_cpu()  # what is left to lax
-    lowering_hooks.hook_programs(rewriting.rewrite_program, rewriting.forget)
+    if propagates:
+        lowering_hooks.hook_programs(rewriting.rewrite_program, rewriting.forget)
     for call in list(agreement.CALLS)[: 1 + auto]:
         distributed.say(call, "yes")
 

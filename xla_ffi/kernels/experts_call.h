@@ -27,10 +27,9 @@ inline uint64_t DigestOf(const ExpertsCall& c, uint64_t digest) {
 
 // The layout of a dispatch: from the experts that the tokens of all ranks have chosen.
 struct LayoutCall {
-  const int32_t* ids;  // for each rank, token and choice; others than those of a rank: none
+  const int32_t* gathered;  // of each rank: for each token and choice the id + 1, then the weights
   int32_t *places, *ranks, *sizes, *used, *dropped;
-  int rank, size;
-  uint32_t tokens, choices, experts, capacity;  // experts: of a rank
+  uint32_t rank, size, tokens, choices, experts, capacity;  // experts: of a rank
 };
 
 }  // namespace jax_intranode

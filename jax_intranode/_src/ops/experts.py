@@ -167,8 +167,8 @@ def moe_dispatch(
     ids = jnp.clip(ids.astype(np.int32), -1, experts) + 1
     sent = jnp.stack([lax.bitcast_convert_type(ids, np.float32), factors.astype(np.float32)])
     of_all = collective.bind_or_fall_back(all_gather_p, sent, AllGatherParams(axes, 0, False, n))
-    ids = lax.bitcast_convert_type(lax.stop_gradient(of_all[:, 0]), np.int32) - 1
-    places, ranks, sizes, used, dropped = bind(layout_p, ids, params=params)
+    bits = lax.bitcast_convert_type(lax.stop_gradient(of_all), np.int32)
+    places, ranks, sizes, used, dropped = bind(layout_p, bits, params=params)
     (received,) = bind(dispatch_p, x, places, ranks, used, params=params)
     state = MoeState(of_all[:, 1], places, ranks, dropped, axes, experts, len(x))
     return received, sizes, state
@@ -278,13 +278,14 @@ def _by_lax(reason: str, primitive: OpPrimitive, *operands: Any, params: MoePara
 # products that XLA adds without rounding them.
 
 
-def _layout(params: MoeParams, ids: Any) -> list[Any]:
-    """Who goes where. ids: those of all ranks, [n, T, k].
+def _layout(params: MoeParams, gathered: Any) -> list[Any]:
+    """Who goes where. gathered: ids + 1 and weights of all ranks, [n, 2, T, k].
 
     Returns:
         places and ranks, as in `MoeState`; the rows of each expert; [the rows of all]; dropped.
     """
     me, experts = lax.axis_index(params.axes), params.experts
+    ids = gathered[:, 0] - 1
     local = ids - me * experts
     mine = (local >= 0) & (local < experts)
     in_turn = mine.swapaxes(0, 1)  # [T, n, k]: the order in which rows are kept
@@ -419,8 +420,9 @@ def _decide_layout(site: LoweringSite, avals: Sequence[Any], params: MoeParams) 
     # It does not communicate, but the kernel asks the communicator for its rank.
     selected = select.Selection("lax", "on CPU devices")
     if site.platforms == ("cuda",):
-        rows = avals[0].update(shape=avals[0].shape[1:2], dtype=np.dtype(np.float32))
-        selected = _select("moe_dispatch", site, [rows, *avals], params)
+        places = _types_of_layout(avals[0], params=params)[0]
+        rows = places.update(shape=places.shape[1:2], dtype=np.dtype(np.float32))
+        selected = _select("moe_dispatch", site, [rows, places], params)
 
     def lower(ctx: Any, *xs: Any) -> list[Any]:
         if selected.algorithm == "lax":
@@ -454,10 +456,10 @@ def _decide_tangent(site: LoweringSite, avals: Sequence[Any], params: MoeParams)
 # Rules.
 
 
-def _types_of_layout(ids: Any, *, params: MoeParams) -> list[Any]:
-    n, tokens, _ = ids.shape
-    shapes = ids.shape, (tokens,), (params.experts,), (1,), (n,)
-    return [ids.update(shape=shape) for shape in shapes]
+def _types_of_layout(gathered: Any, *, params: MoeParams) -> list[Any]:
+    n, _, tokens, choices = gathered.shape
+    shapes = (n, tokens, choices), (tokens,), (params.experts,), (1,), (n,)
+    return [gathered.update(shape=shape) for shape in shapes]
 
 
 def _jvp_dispatch(

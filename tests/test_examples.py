@@ -58,6 +58,17 @@ def test_halo_exchange() -> None:
     assert output.endswith("equal to the bit: True\n"), output
 
 
+def test_mixture_of_experts() -> None:
+    need_devices(2)
+    output = run_example("mixture_of_experts.py")
+    (difference,) = re.findall(r"^losses and gradients differ by at most (.*)$", output, re.M)
+    assert float(difference) < (0.05 if jax.default_backend() == "gpu" else 1e-5), output
+    first, last = map(float, re.findall(r"^step \d+: loss (.*)$", output, re.MULTILINE))
+    assert last < 0.8 * first, output
+    speeds = re.findall(r"^(.*): (\d+) tokens/s$", output, re.MULTILINE)
+    assert [name for name, _ in speeds] == ["ours", "dense"], output
+
+
 @pytest.mark.full
 def test_decode() -> None:
     need_devices(2)

@@ -34,6 +34,7 @@ OUR_CALLS = {
     "train_step_sequence_parallel": {"psum_scatter": 8, "all_gather": 8, "psum": 1},
     "mlp_block": {"psum_scatter": 2, "all_gather": 2},  # forward and backward
     "halo": {"ppermute": 4},  # in the body of a loop
+    "mixture_of_experts": {"moe_dispatch": 1, "moe_combine": 1},
     "transformer": {"psum_scatter": 8, "all_gather": 8, "psum": 1},
     **{name: {"psum_residual_rms_norm": 4, "all_gather": 1} for name in LLAMAS},
 }
@@ -75,7 +76,7 @@ def described(arguments: Any) -> Any:
     return jax.tree.map(lambda a: (a.shape, a.dtype, a.sharding), arguments)
 
 
-QUICK = ("halo", "mlp_block", "decode_scanned", "norms_6", "decode_8b_1")
+QUICK = ("halo", "mixture_of_experts", "mlp_block", "decode_scanned", "norms_6", "decode_8b_1")
 MOSTLY_FULL = pytest.mark.parametrize("name", quick(PROGRAMS, QUICK))
 
 

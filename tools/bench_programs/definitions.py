@@ -703,6 +703,69 @@ def _swaps(lib: Any, mesh: Mesh, neighbours: int, nbytes: int) -> Program:
     return _returning_shardings(f, us)
 
 
+# A layer of experts: the layers of examples/mixture_of_experts.py.
+
+
+@dataclass(frozen=True)
+class _ExpertsSizes:
+    tokens: int  # of a rank
+    hidden: int
+    wide: int
+    experts: int  # of a rank
+    choices: int
+
+
+_EXPERTS = {"gpu": _ExpertsSizes(2048, 2048, 1024, 16, 8), "cpu": _ExpertsSizes(16, 16, 32, 4, 2)}
+
+
+def _experts(lib: Any, mesh: Mesh) -> Program:
+    """Tokens through the chosen experts, a residual add and a norm.
+
+    A library without `moe_dispatch` sends room for twice the mean of the tokens of an expert, and
+    for 16 of them at least.
+    """
+    sizes, n = _sizes(mesh, _EXPERTS), mesh.size
+    experts, choices = n * sizes.experts, sizes.choices
+    room = max(16, -(-2 * sizes.tokens * choices // experts))
+
+    def dense(x: Any, weights: Any, ids: Any, up: Any, down: Any) -> Any:
+        chosen = jax.nn.one_hot(ids.reshape(-1), experts, dtype=jnp.int32)
+        number = (jnp.cumsum(chosen, axis=0) * chosen).sum(1) - 1
+        place = jnp.where(number < room, ids.reshape(-1) * room + number, experts * room)
+        sent = jnp.zeros_like(x, shape=(experts * room, x.shape[1]))
+        sent = sent.at[place].set(jnp.repeat(x, choices, axis=0), mode="drop")
+        received = lib.all_to_all(sent.reshape(n, -1, x.shape[1]), "x", 0, 0)
+        of_expert = received.reshape(n, sizes.experts, room, -1).swapaxes(0, 1)
+        results = jax.nn.gelu(of_expert.reshape(sizes.experts, n * room, -1) @ up) @ down
+        of_device = results.reshape(sizes.experts, n, room, -1).swapaxes(0, 1)
+        back = lib.all_to_all(of_device.reshape(n, -1, x.shape[1]), "x", 0, 0)
+        rows = back.reshape(sent.shape).at[place].get(mode="fill", fill_value=0)
+        products = rows.reshape(len(x), choices, -1).astype(jnp.float32) * weights[..., None]
+        return products.sum(1).astype(x.dtype)
+
+    def step(x: Any, router: Any, up: Any, down: Any) -> Any:
+        scores = jnp.dot(x, router, preferred_element_type=jnp.float32)
+        weights, ids = lax.top_k(jax.nn.softmax(scores), choices)
+        if hasattr(lib, "moe_dispatch"):
+            rows, counts, state = lib.moe_dispatch(x, ids, weights, "x", num_experts=experts)
+            hidden = jax.nn.gelu(lax.ragged_dot(rows, up, counts))
+            result = lib.moe_combine(lax.ragged_dot(hidden, down, counts), state)
+        else:
+            result = dense(x, weights, ids, up, down)
+        return _rms_norm(x + result), router, up, down
+
+    h = sizes.hidden
+    arguments = (
+        _random(mesh, P("x"), (n * sizes.tokens, h), 0),
+        _random(mesh, P(), (h, experts), 1, h**-0.5),
+        _random(mesh, P("x"), (experts, h, sizes.wide), 2, h**-0.5),
+        _random(mesh, P("x"), (experts, sizes.wide, h), 3, sizes.wide**-0.5),
+    )
+    specs = tuple(argument.sharding.spec for argument in arguments)
+    f = jax.shard_map(step, mesh=mesh, in_specs=specs, out_specs=specs)
+    return _returning_shardings(f, arguments)
+
+
 PROGRAMS: dict[str, Callable[[Any, Mesh], Program]] = {
     "decode_scanned": partial(_decode, loop=_scanned),
     "decode_unrolled": partial(_decode, loop=_unrolled),
@@ -717,6 +780,7 @@ PROGRAMS: dict[str, Callable[[Any, Mesh], Program]] = {
     "transformer": partial(_train_step, kind="overlapped", of_platform=_LARGE_TRAIN),
     "mlp_block": _mlp_block,
     "halo": _halo,
+    "mixture_of_experts": _experts,
     **{
         f"swaps_{neighbours}_of_{kib}k": partial(_swaps, neighbours=neighbours, nbytes=kib << 10)
         for kib in (1, 64)

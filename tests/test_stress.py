@@ -44,6 +44,7 @@ OPERATIONS = {
     "all_gather_matmul": Call("all_gather_matmul", ("x",), "float32", (8, 16), 0, 8, leaves=2),
     "matmul_reduce_scatter": Call("matmul_reduce_scatter", ("x", "y"), "bfloat16", (8, 8), 0, 16),
     "matmul_all_reduce": Call("matmul_all_reduce", ("y",), "float16", (8, 8), 0, 24),
+    "moe_dispatch": Call("moe_dispatch", ("y", "x"), "bfloat16", (9, 6), 2, 12, leaves=2),
 }
 
 
@@ -66,7 +67,7 @@ def pairs() -> Iterator[Any]:
     """Each operation in the ways in which it is called; each way once in the quick tier."""
     for k, (operation, call) in enumerate(OPERATIONS.items()):
         ways = [*calls.WAYS[k:], *calls.WAYS[:k]]
-        if operation in calls.MATMULS:
+        if operation in calls.COMPARED:
             ways.remove("vmap")
         if call.dtype not in calls.FLOATS or operation in calls.EXTREMES:
             ways = [way for way in ways if way not in ("gradient", "checkpoint")]
@@ -78,8 +79,8 @@ def pairs() -> Iterator[Any]:
 @pytest.mark.parametrize(("operation", "way"), [*pairs()])
 def test_right_and_wrong_values(operation: str, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     need_devices(4)
-    call, matmul = OPERATIONS[operation], operation in calls.MATMULS
-    call = dataclasses.replace(call, way=way, small=matmul)
+    call, small = OPERATIONS[operation], operation in calls.COMPARED
+    call = dataclasses.replace(call, way=way, small=small)
     made = program(call, shape=(2, 2))
     assert chains.run_program(made, 1)[0] == 0
     right = getattr(jax_intranode, operation)
@@ -105,7 +106,7 @@ def test_programs_can_be_made_again() -> None:
     assert made == [chains.make(7, number, 8, "cpu") for number in range(100)]
     assert len({str(program) for program in made}) == 100
     texts = "".join(map(str, made))
-    for name in (*calls.OPERATIONS, *calls.MATMULS, *calls.WAYS, "accelerate()", "two_shot"):
+    for name in (*calls.OPERATIONS, *calls.COMPARED, *calls.WAYS, "accelerate()", "two_shot"):
         assert name in texts, name
 
 

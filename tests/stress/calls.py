@@ -4,8 +4,9 @@ A seed makes the same calls on all ranks. chains.py and the tests run chains: ea
 of some words. The operand of a call is a hash of the carry, and its result is folded into the next
 one, so that a wrong bit anywhere changes what follows. NumPy computes the carries of all ranks.
 
-Results of collective matmuls are compared with those of `jax.lax` in the program itself, on small
-integers, which have one right sum in any order. The number of unlike elements is folded.
+Results of collective matmuls, and of tokens that went to experts and back, are compared with those
+of `jax.lax` in the program itself, on small integers, which have one right sum in any order. The
+number of unlike elements is folded.
 """
 
 import math
@@ -14,6 +15,7 @@ from dataclasses import dataclass, replace
 from functools import partial, reduce
 from typing import Any
 
+import expert_routings
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -33,6 +35,9 @@ SUMS = tuple(record.name for record in _COLLECTIVES if record.reduction == "sum"
 # Those that have no derivative.
 EXTREMES = tuple(record.name for record in _COLLECTIVES if record.reduction in ("max", "min"))
 MATMULS = tuple(record.name for record in operations.of_kind(operations.MATMUL))
+EXPERTS = ("moe_dispatch",)  # and back, by moe_combine
+# Those whose results are compared in the program.
+COMPARED = (*MATMULS, *EXPERTS)
 # Those whose operand has a part for each rank.
 DIVIDED = tuple(record.name for record in _COLLECTIVES if record.divides and not record.ragged)
 # How a chain makes a call. "late": the ranks come at different times.
@@ -66,18 +71,19 @@ class Call:
     """A call over axes of a mesh.
 
     Attributes:
-        operation: one of OPERATIONS or MATMULS.
+        operation: one of OPERATIONS or COMPARED.
         axes: the axes, in rank order.
         dtype: the dtype.
         shape: the shape of a rank's operand.
         dimension: what is scattered or split, or the axis of the result that is gathered; the
-            updates for each rank of a ragged all-to-all.
+            updates for each rank of a ragged all-to-all; the experts of a rank.
         concat: where an all-to-all puts the parts; the columns of a matmul's matrix; the seed of
-            the tables of a ragged all-to-all, whose output is the operand with its rows reversed.
+            the tables of a ragged all-to-all, whose output is the operand with its rows reversed;
+            the seed of who goes to which expert.
         tiled: as for the functions, if they have it.
         way: one of WAYS.
         leaves: an operation that takes a tree takes so many arrays, an all-gather matmul so many
-            matrices.
+            matrices; a token goes to so many experts.
         small: whether the operands are small integers, so that no sum rounds.
         perm: of a permutation, the pairs of source and destination.
     """
@@ -164,15 +170,20 @@ class Call:
         return replace(self, shape=shape, operation=_TRANSPOSES[self.operation])
 
     def unlike(self, lib: Any, operand: Callable[..., Any]) -> Any:
-        """How many elements of a collective matmul differ from those of `jax.lax`, as an array.
+        """How many elements of a call differ from those of `jax.lax`, as an array.
 
         Args:
             lib: ours, or `jax.lax` where it is accelerated.
             operand: makes an operand, from its number and its shape.
         """
-        x, w = operand(1), operand(2, (self.shape[1], self.concat))
-        results = []
-        for f in (self._matmul(lib), self._matmul(lax, apart=True)):
+        x, results = operand(1), []
+        if self.operation in EXPERTS:
+            w = operand(1, (self.shape[0], self.leaves))
+            functions: Any = self._experts()
+        else:
+            w = operand(2, (self.shape[1], self.concat))
+            functions = self._matmul(lib), self._matmul(lax, apart=True)
+        for f in functions:
             f = self.transformed(f)
             if self.way in ("gradient", "checkpoint"):
                 ys, pull = jax.vjp(f, x, w)
@@ -186,6 +197,30 @@ class Call:
         """The function as the call's way wants it, if that is a transformation of a function."""
         ways: dict[str, Callable[..., Any]] = {"jit": jax.jit, "checkpoint": jax.checkpoint}
         return ways[self.way](f) if self.way in ways else f
+
+    def _experts(self) -> Sequence[Callable[[Any, Any], list[Any]]]:
+        """Of tokens and weights: a layer whose experts multiply by 1 or 2, and what it computes."""
+        rng, (tokens, _), ranks = np.random.default_rng(self.concat), self.shape, self.axes
+        n, rank = lax.axis_size(ranks), lax.axis_index(ranks)
+        kind = expert_routings.KINDS[self.concat % len(expert_routings.KINDS)]
+        experts = n * self.dimension
+        of_ranks = expert_routings.routing(rng, n, tokens, self.leaves, experts, kind)
+        ids, rows = jnp.asarray(of_ranks)[rank], n * tokens * self.leaves
+
+        def layer(x: Any, w: Any) -> list[Any]:
+            received, sizes, state = jax_intranode.moe_dispatch(
+                x, ids, w, ranks, num_experts=experts, capacity=rows
+            )
+            expert = (jnp.arange(rows)[:, None] >= jnp.cumsum(sizes)).sum(1)
+            factor = 1 + (rank * self.dimension + expert) % 2
+            return [jax_intranode.moe_combine(received * factor[:, None].astype(x.dtype), state)]
+
+        def dense(x: Any, w: Any) -> list[Any]:
+            factor = jnp.where(ids < 0, 0, 1 + ids % 2)
+            total = (w.astype(jnp.float32) * factor).sum(1)
+            return [(x.astype(jnp.float32) * total[:, None]).astype(x.dtype)]
+
+        return layer, dense
 
     def _matmul(self, lib: Any, apart: bool = False) -> Callable[[Any, Any], list[Any]]:
         """The results of x and w; `apart`: nothing can merge the matmul and the collective."""
@@ -222,7 +257,7 @@ def random_call(
 
     Args:
         most: for each operation to choose from the greatest number of elements of an operand, or
-            of a part of it for each rank; for matmuls the greatest number of columns.
+            of a part of it for each rank; for those of COMPARED the greatest number of columns.
         ways: the ways to choose from.
         leaves: the greatest number of arrays that a call takes.
     """
@@ -237,6 +272,12 @@ def random_call(
         dtype, way = choose.one_of(FLOATS[:3]), choose.one_of([w for w in ways if w != "vmap"])
         size, matrices = (ranks * rows, inner), choose.integer(1, min(leaves, 2))
         return Call(operation, axes, dtype, size, 0, columns, True, way, matrices, small=True)
+    if operation in EXPERTS:
+        tokens, hidden = (choose.integer(1, most[operation]) for _ in range(2))
+        dtype, way = choose.one_of(FLOATS[:3]), choose.one_of([w for w in ways if w != "vmap"])
+        of_rank, seed, chosen = (choose.integer(1, high) for high in (4, 999, leaves))
+        size = tokens, hidden
+        return Call(operation, axes, dtype, size, of_rank, seed, True, way, chosen, small=True)
     perm: tuple[tuple[int, int], ...] = ()
     if operation == "ppermute":
         axes = tuple(sorted(axes, key=mesh.axis_names.index))  # lax takes no other order
@@ -349,7 +390,7 @@ def chain(
     def step(call: Call, k: int, carry: Any) -> Any:
         f = call.transformed(partial(call.apply, lib))
         of = partial(operand, jnp, carry, call, k)
-        if call.operation in MATMULS:
+        if call.operation in COMPARED:
             results = [call.unlike(lib, of)]
         elif call.way == "vmap":
             results = jax.vmap(f)(jnp.stack([of(0), of(1)]))
@@ -410,7 +451,7 @@ def expected_of_chain(
 
 def _after(call: Call, k: int, carries: np.ndarray) -> np.ndarray:
     """The carries of a group after a call."""
-    if call.operation in MATMULS:
+    if call.operation in COMPARED:
         return carries * np.uint32(5)  # no element is unlike
     ranks, before, after = range(len(carries)), carries, carries
 

@@ -109,7 +109,7 @@ def make(
     if operations:
         most = dict.fromkeys(operations, 1 << choose.integer(*_LOGARITHM[platform]))
     elif choose.integer(1, 4) == 1:
-        most |= dict.fromkeys(calls.MATMULS * 2, columns)
+        most |= dict.fromkeys(calls.COMPARED, columns)
     check_vma = choose.integer(1, 5) < 3
     # Under check_vma JAX inserts sums, and so other transposes.
     ways = [w for w in calls.WAYS if not check_vma or w not in ("gradient", "checkpoint")]

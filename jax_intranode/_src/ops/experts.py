@@ -166,7 +166,11 @@ def moe_dispatch(
     # One array for both: ids are bits of subnormal numbers, which no operation changes.
     ids = jnp.clip(ids.astype(np.int32), -1, experts) + 1
     sent = jnp.stack([lax.bitcast_convert_type(ids, np.float32), factors.astype(np.float32)])
-    of_all = collective.bind_or_fall_back(all_gather_p, sent, AllGatherParams(axes, 0, False, n))
+    if sent.size == 0:
+        of_all = jnp.broadcast_to(sent, (n, *sent.shape))
+    else:
+        gather = AllGatherParams(axes, 0, False, n)
+        of_all = collective.bind_or_fall_back(all_gather_p, sent, gather)
     bits = lax.bitcast_convert_type(lax.stop_gradient(of_all), np.int32)
     places, ranks, sizes, used, dropped = bind(layout_p, bits, params=params)
     (received,) = bind(dispatch_p, x, places, ranks, used, params=params)
@@ -275,7 +279,7 @@ def _by_lax(reason: str, primitive: OpPrimitive, *operands: Any, params: MoePara
 
 
 # What jax.lax computes. Where the kernels differ is in subnormal numbers on CPU devices, and in
-# products that XLA adds without rounding them.
+# products that XLA adds without rounding them. Arrays without elements are not sent.
 
 
 def _layout(params: MoeParams, gathered: Any) -> list[Any]:
@@ -313,7 +317,7 @@ def _source_of(places: Any, capacity: int) -> Any:
 
 
 def _dispatch(params: MoeParams, x: Any, places: Any, ranks: Any, used: Any) -> list[Any]:
-    if len(x) == 0:  # of which nothing can be taken
+    if x.size == 0 or places.size == 0:
         return [jnp.zeros_like(x, shape=(params.capacity, x.shape[1]))]
     of_all = lax.all_gather(x, params.axes, tiled=True)
     source = _source_of(places, params.capacity)
@@ -321,6 +325,8 @@ def _dispatch(params: MoeParams, x: Any, places: Any, ranks: Any, used: Any) -> 
 
 
 def _combine(params: MoeParams, x: Any, weights: Any, places: Any, ranks: Any) -> list[Any]:
+    if x.size == 0 or places.size == 0:
+        return [jnp.zeros_like(x, shape=(len(ranks), x.shape[1]))]
     wide = _wide(x.dtype)
     partial_sum: Any = 0
     for choice in range(places.shape[2]):

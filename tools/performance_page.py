@@ -333,9 +333,16 @@ def operations(names: Sequence[str], folder: Path) -> str:
                 nodes.setdefault(node, []).extend(ours)
         if not nodes:
             raise ValueError(f"{folder.name} has no run {runs} of GPUs")
-        row, *_ = rows = next(iter(nodes.values()))
+        row, *_ = next(iter(nodes.values()))
+        versions: dict[str, list[str]] = {}
+        for node, rows in nodes.items():
+            versions.setdefault(_versions(rows), []).append(node)
+        alike = len(versions) == 1
+        of_nodes = "; ".join(
+            text if alike else f"{', '.join(those)}: {text}" for text, those in versions.items()
+        )
         unit, first = ("ms", f"M {_BY} K {_BY} N") if row["m"] else ("\N{MICRO SIGN}s", "size")
-        head = f"**`{row['operation']}`**, {row['dtype']}; {_versions(rows)}; times in {unit}:"
+        head = f"**`{row['operation']}`**, {row['dtype']}; {of_nodes}; times in {unit}:"
         tables.append(f"{head}\n\n{_table(nodes, None, first)}")
     return "\n".join(tables)
 

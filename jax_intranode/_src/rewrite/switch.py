@@ -45,12 +45,13 @@ def install(*, auto: bool = False) -> None:
 
     Args:
         auto: whether collectives that XLA's partitioner adds to plain ``jit`` programs over Auto
-            axes are replaced as well; over Explicit axes they always are. Then all processes must
-            install it with `auto`, or these are left to XLA.
+            axes are replaced as well. Over Explicit axes they are replaced without `auto`. If one
+            process passes `auto`, all must; else collectives over Auto axes are left to XLA.
 
     Raises:
         RuntimeError: this version of JAX has changed in a way that makes rewriting impossible. JAX
-            is as it was.
+            is as it was. If only the propagation of shardings has changed, it is raised with `auto`
+            alone: without, a warning says that programs over Explicit axes are left to XLA.
 
     Examples:
         >>> jax_intranode.install()

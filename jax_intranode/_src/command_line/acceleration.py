@@ -18,7 +18,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--auto", action="store_true", help=text)
     text = (
         "run the steps of the script plain and accelerated in turns, and compare times and "
-        "results: those of the jitted function that is called most"
+        "results: those of the jitted function with replaced collectives that is called most"
     )
     add("--compare", action="store_true", help=text)
     text = f"how many steps to compare (default {STEPS}); the script goes on after them"

@@ -28,7 +28,7 @@ python -m jax_intranode demo --platform cpu --json"""
 
 _NEXT = """
 Next:
-  python -m jax_intranode doctor           checks this node, and says what it gains
+  python -m jax_intranode doctor           checks this node, and lists what runs on it
   python -m jax_intranode run train.py     accelerates a script that nobody edits
   python -m jax_intranode bench psum       measures in detail"""
 

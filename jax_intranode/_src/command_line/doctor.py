@@ -1,4 +1,4 @@
-"""The command `doctor`: does this package work on this node, and what does the node gain?
+"""The command `doctor`: does this package work on this node, and what runs a call here?
 
 Each check has a verdict, a reason and, unless all is well, a remedy. What could take this process
 down or hang runs in processes of its own with a time limit. Nothing here fails where `info` does

@@ -31,8 +31,8 @@ def initialize(mesh: jax.sharding.Mesh | None = None) -> None:
     operations then fall back to ``jax.lax``, and the reason is logged once. A program that was
     compiled elsewhere needs this call before it is loaded. Calling it again does nothing.
 
-    Each combination of axes longer than 1 takes one of the 8 regions of the devices' memory, used
-    or not: a mesh of three axes takes 7.
+    Each combination of mesh axes of size 2 or more takes one of the 8 regions of the devices'
+    memory, used or not: a mesh of three axes takes 7.
 
     Args:
         mesh: the mesh; by default, one axis over all devices.

@@ -20,14 +20,14 @@ def psum(
     """Sums over one or more mapped axes; takes the place of ``jax.lax.psum``.
 
     Inside ``jax.shard_map`` over devices of one host, kernels that write into the peers' memory
-    compute the sum. Small arrays take the one-shot algorithm: each rank sends its array to all
-    others. Larger ones take the two-shot algorithm: a reduce-scatter, then an all-gather. Other
-    dtypes, larger arrays (docs/functions.md), other axes and platforms fall back to
+    compute the sum, by one of two algorithms, which a measured table chooses by size. In one-shot
+    each rank sends its array to all others; two-shot is a reduce-scatter, then an all-gather. Other
+    dtypes, larger arrays (docs/how_it_works.md), other axes and platforms fall back to
     ``jax.lax.psum``, on every rank alike; `explain` says which calls do, and why.
 
     Values are added in rank order, starting with rank 0's, and rounded once. float32, bfloat16 and
     float16 are added in float32, float64 in float64, and integers in their own type (wrapping). So
-    the bits are the same on every rank, in every run and with every algorithm.
+    the bits are the same on every rank, in every run and with both algorithms.
 
     The arrays of a pytree that have one dtype are summed by as few operations as possible.
 

@@ -29,7 +29,7 @@ def psum_scatter(
 
     Inside ``jax.shard_map`` over devices of one host, each rank writes every part of its array into
     the memory of the rank that keeps it, which computes the sum. Other dtypes, larger arrays
-    (docs/functions.md), other axes and platforms fall back to ``jax.lax.psum_scatter``, on every
+    (docs/how_it_works.md), other axes and platforms fall back to ``jax.lax.psum_scatter``, on every
     rank alike. Sums are computed as by ``jax_intranode.psum``: in rank order, rounded once, with
     the same bits in every run.
 

@@ -199,7 +199,7 @@ def explain(fun: Callable[..., Any], *, compiled: bool = False) -> Callable[...,
     Args:
         fun: the function, jitted or not.
         compiled: whether to compile the function and count the collectives of the result as well.
-            Only this shows the collectives that XLA's partitioner adds.
+            Only this shows what XLA's partitioner adds, except where `install` replaces it.
 
     Returns:
         A function of the arguments of `fun` that traces `fun` and returns the report. Arrays may be

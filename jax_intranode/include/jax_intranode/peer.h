@@ -16,8 +16,8 @@
 // Why one call can't meet the last one
 //   The data of a buffer have two halves, and calls alternate between them. Block b's End() waits
 //   until block b of every peer has begun this call. A kernel begins when the last one has ended
-//   (stream order; no programmatic dependent launch). So the call before has ended on every peer.
-//   Hence: when call e + 1 of a rank has ended, call e of every rank has ended. A call
+//   (stream order; no programmatic dependent launch). Let call e + 1 of a rank end. Then every peer
+//   has begun call e + 1, so every peer has ended call e. A call
 //   e + 2, which uses the half of call e again, finds no rank that still reads or clears it. This
 //   does not depend on who sends to whom, on sizes, or on the number of blocks. All ranks have the
 //   same ones in a call, and they may change from one call to the next. One half would not do: a

@@ -73,8 +73,8 @@ struct Api {
   // null if all went well. Returns at once. Null on GPUs.
   void (*run)(void* call, int32_t device, void (*body)(void* context, HostWait* wait),
               void (*done)(void* context, const char* error), void* context);
-  // On GPUs: a handler returns an error, so this call was not launched, and no later one may be: it
-  // would take what peers have sent for this one. `stream` is the handler's. Null on the CPU.
+  // On GPUs: reports that a handler returns an error. This call was not launched, so no later call
+  // may be: it would take what peers have sent for this one. `stream` is the handler's. Null on the CPU.
   void (*failed)(void* call, int32_t device, void* stream, const char* error);
 };
 

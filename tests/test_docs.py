@@ -206,11 +206,12 @@ def test_the_errors_page_has_texts_that_exist() -> None:
     page = ROOT / "docs" / "errors.md"
     if not page.exists() or not (ROOT / "xla_ffi").exists():
         pytest.skip("the sources are not here")
-    files = [*ROOT.glob("jax_intranode/**/*.py"), *ROOT.glob("xla_ffi/**/*.[ch]*")]
+    ours = ("jax_intranode/**/*.py", "jax_intranode/include/**/*.h", "xla_ffi/**/*.[ch]*")
+    files = [file for pattern in ours for file in ROOT.glob(pattern)]
     # Literals that stand side by side are one text.
     sources = "".join(re.sub(r'"\s*f?"', "", file.read_text()) for file in files)
     cells = re.findall(r"^\| (`.*?) \|", page.read_text(), re.MULTILINE)
-    ours = [cell for cell in cells if " (from " not in cell]  # not those of JAX and CUDA
-    texts = [text for cell in ours for text in re.findall("`(.*?)`", cell)]
+    cells = [cell for cell in cells if " (from " not in cell]  # not those of JAX and CUDA
+    texts = [text for cell in cells for text in re.findall("`(.*?)`", cell)]
     assert len(texts) > 30
     assert [text for text in texts if text not in sources and text != "jax.lax"] == []

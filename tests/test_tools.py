@@ -150,6 +150,7 @@ def test_the_figures_of_the_pages_are_up_to_date(
         "docs/performance.md",
         "docs/serving.md",
         "docs/experts.md",
+        "docs/halo.md",
         "README.md",
         *runs,
     }

@@ -21,7 +21,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "results: those of the jitted function with replaced collectives that is called most"
     )
     add("--compare", action="store_true", help=text)
-    text = f"how many steps to compare (default {STEPS}); the script goes on after them"
+    text = f"how many steps --compare takes (default {STEPS}, at least 9); the script then goes on"
     few = "with fewer, no program is timed twice"
     add("--steps", type=integer_from(9, few), metavar="N", help=text)
 

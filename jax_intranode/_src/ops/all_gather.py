@@ -31,8 +31,8 @@ def all_gather(
 
     Inside ``jax.shard_map`` over devices of one host, each rank writes its array into its peers'
     memory. Other dtypes, larger arrays (docs/how_it_works.md), other axes and platforms fall
-    back to ``jax.lax.all_gather``, on every rank alike. Bits are kept, except that a floating-point NaN may
-    become another NaN.
+    back to ``jax.lax.all_gather``, on every rank alike. Bits are kept, except that a floating-point
+    NaN may become another NaN.
 
     Differentiates as ``jax.lax.all_gather`` does: the transpose is a ``psum_scatter``.
 

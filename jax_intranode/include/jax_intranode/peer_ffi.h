@@ -111,8 +111,8 @@ class Call {
   Result Error(const std::string& what) const { return Failed(ffi::Error::InvalidArgument(what)); }
 
   // Runs a body: on GPUs as a kernel with this grid, which must be the same on all ranks and has at
-  // most kMaxBlocks blocks of 1024 threads. On the CPU one thread runs it. What the body points to, the buffers of
-  // the call, stays valid until it ends.
+  // most kMaxBlocks blocks of 1024 threads. On the CPU one thread runs it. What the body points to,
+  // the buffers of the call, stays valid until it ends.
   template <class Body>
   Result Run(const Body& body, int blocks, int threads) const {
     if (blocks < 1 || blocks > kMaxBlocks || threads < 1 || threads > 1024) {

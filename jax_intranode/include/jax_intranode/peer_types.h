@@ -74,7 +74,8 @@ struct Api {
   void (*run)(void* call, int32_t device, void (*body)(void* context, HostWait* wait),
               void (*done)(void* context, const char* error), void* context);
   // On GPUs: reports that a handler returns an error. This call was not launched, so no later call
-  // may be: it would take what peers have sent for this one. `stream` is the handler's. Null on the CPU.
+  // may be: it would take what peers have sent for this one. `stream` is the handler's. Null on the
+  // CPU.
   void (*failed)(void* call, int32_t device, void* stream, const char* error);
 };
 

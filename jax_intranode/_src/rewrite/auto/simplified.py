@@ -74,15 +74,16 @@ def simplified(module: Any, for_gpus: bool) -> Any:
     for operation in all_of_module:
         if operation.name == "func.call" and [n for n in operation.attributes if n != "callee"]:
             raise Unsuitable(reasons.CALL_WITH_ATTRIBUTES)
-    # Under Explicit axes JAX says of the numbers that a reduction combines how they are sharded.
     constraints = [o for o in all_of_module if o.name == "sdy.sharding_constraint"]
     scalars = [o for o in constraints if o.parent.operation.name in _COMBINE]
     # They are put back when the functions are gone. An operation that was erased must not be read.
-    for operation in [o for o in all_of_module if o.name == "sdy.manual_computation"]:
-        inline_calls(operation, functions)
+    manual = [o for o in all_of_module if o.name == "sdy.manual_computation"]
+    # Under Explicit axes JAX says of the numbers that a reduction combines how they are sharded.
     for operation in scalars:
         operation.results[0].replace_all_uses_with(operation.operands[0])
         operation.erase()
+    for operation in manual:
+        inline_calls(operation, functions)
     copy = ir.Module.parse(as_bytecode(module))
     for index, operation in enumerate(list(_kept(copy))):
         _stand_in(operation, f"{_STAND_IN}{index}")

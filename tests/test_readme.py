@@ -72,6 +72,11 @@ def ran(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[str, str]]:
     return {name: (codes[name], (folder / f"{name}.out").read_text()) for name in names}
 
 
+def test_the_command_that_ci_runs_is_there() -> None:
+    command = re.findall(r'grep -m1 -o "(.*)" README', (ROOT / ".ci" / "run").read_text())
+    assert re.search(command[0], README.read_text())
+
+
 def test_both_kinds_of_programs_are_there() -> None:
     assert 0 < len(OF_PROCESSES) < len(PROGRAMS), list(PROGRAMS)
 

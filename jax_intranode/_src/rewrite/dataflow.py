@@ -292,11 +292,10 @@ def computed_arguments(jaxpr: Any) -> set[Var]:
     walked: dict[int, int] = {}  # how many of the arguments were known to be computed
 
     def walk(jaxpr: Any) -> None:
-        known = len(computed.intersection(jaxpr.invars))
-        if walked.get(id(jaxpr)) == known:
-            return
-        walked[id(jaxpr)] = known
         made = computed.intersection(jaxpr.invars)
+        if walked.get(id(jaxpr)) == len(made):
+            return
+        walked[id(jaxpr)] = len(made)
         for equation in jaxpr.eqns:
             for inner in jaxpr_walk.inner_jaxprs(equation, None):
                 arguments = inner.jaxpr.invars

@@ -204,10 +204,10 @@ def _extremes(
 # Measured between 2 H100s up to 4 MB, where a maximum takes as long as a sum.
 _HOPPER |= _extremes({("bare", 2): _HOPPER["psum"]["bare", 2][:3]})
 
-# Measured with a process for each H100. Permutes between 2, and exchanges among 4: beside lax, with
-# jax 0.12. The norm: 1 to 64 rows between 2, beside lax and beside our psum and XLA's norm, with
-# which they take 1.03 to 1.40 times as long (docs/measurements/2_h100.jsonl, norms_1, norms_16,
-# norms_64). Whole decoding steps take as long or 2% longer that way.
+# Measured with a process for each H100. Permutes between 2 and among 4, and exchanges among 4:
+# beside lax, with jax 0.12. The norm: 1 to 64 rows between 2, beside lax, and beside our psum and
+# XLA's norm. Chains of norms take 1.03 to 1.40 times as long with these two, and whole decoding
+# steps as long or 2% longer (docs/measurements/2_h100.jsonl, norms_1, norms_16, norms_64).
 _HOPPER_MULTI = _HOPPER | {
     "all_to_all": _exchange(_parts("all_to_all"), 4 * _MB, (2, 4)),
     "ppermute": _permute({2: 8 * _MB, 4: 4 * _MB}),

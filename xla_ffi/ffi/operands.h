@@ -345,7 +345,8 @@ inline ffi::Error CollectExperts(Algorithm algorithm, int size, int blocks,
            .tokens = static_cast<uint32_t>(tokens),
            .choices = static_cast<uint32_t>(choices),
            .capacity = static_cast<uint32_t>(combines ? rows : out_rows),
-           .window = RaggedWindow(epoch_buffer_bytes, size, blocks, 1, PacketBytes(*type)),
+           .window = RaggedWindow(std::min(epoch_buffer_bytes, kMostWindowBytes), size, blocks, 1,
+                                  PacketBytes(*type)),
            .aligned = addresses % sizeof(Pack) == 0};
   if (call->window > 0) return ffi::Error::Success();
   return refused(blocks, " blocks, for which a buffer of the slab of ", epoch_buffer_bytes,

@@ -95,82 +95,123 @@ struct Experts {
     JIN_FN const int32_t* PlacesOf(int rank, uint32_t p) const {
       return c.places + (size_t(rank) * c.tokens + p) * c.choices;
     }
-    // Whether token p of a rank has experts here, and whether token p of this rank has some there.
-    JIN_FN bool HasExpertsHere(int rank, uint32_t p) const {
-      const int32_t* const at = PlacesOf(rank, p);
+    // Choices of token p of a rank, from `first` on: the rows that they have here, or less than 0.
+    struct Rows {
+      int32_t row[kAtOnce];
+    };
+    JIN_FN Rows RowsOf(int rank, uint32_t p, uint32_t first) const {
+      const int32_t* const at = PlacesOf(rank, p) + first;
+      Rows rows;
+      if (c.choices % kAtOnce == 0) {
+        JIN_UNROLL
+        for (uint32_t j = 0; j < kAtOnce; j += 4) {
+          const Pack four = *reinterpret_cast<const Pack*>(at + j);
+          memcpy(&rows.row[j], &four, sizeof four);
+        }
+      } else {
+        JIN_UNROLL
+        for (uint32_t j = 0; j < kAtOnce; ++j) rows.row[j] = first + j < c.choices ? at[j] : -1;
+      }
+      return rows;
+    }
+    JIN_FN static bool HasAny(const Rows& rows) {
       bool has = false;
-      for (uint32_t j = 0; j < c.choices; ++j) has |= at[j] != -1;
+      JIN_UNROLL
+      for (uint32_t j = 0; j < kAtOnce; ++j) has |= rows.row[j] != -1;
       return has;
     }
+    // Whether token p of a rank, whose first choices have these rows, has experts here.
+    JIN_FN bool HasExpertsHere(int rank, uint32_t p, const Rows& rows) const {
+      bool has = HasAny(rows);
+      for (uint32_t first = kAtOnce; first < c.choices; first += kAtOnce) {
+        has |= HasAny(RowsOf(rank, p, first));
+      }
+      return has;
+    }
+    // Whether token p of this rank has experts there.
     JIN_FN bool HasExpertsThere(int rank, uint32_t p) const {
       return (c.ranks[p] >> rank & 1) != 0;
     }
-    JIN_FN bool Sends(int to, uint32_t p) const {
-      return kCombines ? HasExpertsHere(to, p) : HasExpertsThere(to, p);
-    }
 
+    // What is read or written once per call must not drive the windows out of a GPU's L2 cache.
     JIN_FN Pack Load(uint32_t row, uint32_t h) const {
-      return LoadInput(static_cast<const char*>(c.in) + size_t{row} * c.row_bytes, c.row_bytes, h,
-                       c.aligned);
+      const char* const from = static_cast<const char*>(c.in) + size_t{row} * c.row_bytes;
+#if defined(__CUDACC__)
+      if (kCombines && c.aligned) {
+        const uint4 v = __ldcs(reinterpret_cast<const uint4*>(from) + h);
+        return {{v.x, v.y, v.z, v.w}};
+      }
+#endif
+      return LoadInput(from, c.row_bytes, h, c.aligned);
     }
     JIN_FN void StoreRow(uint32_t row, uint32_t h, const Pack& pack) const {
-      StoreOutput(static_cast<char*>(c.out) + size_t{row} * c.row_bytes, c.row_bytes, h, c.aligned,
-                  pack);
+      char* const to = static_cast<char*>(c.out) + size_t{row} * c.row_bytes;
+#if defined(__CUDACC__)
+      if (c.aligned) {
+        const uint4 v{pack.word[0], pack.word[1], pack.word[2], pack.word[3]};
+        return __stcs(reinterpret_cast<uint4*>(to) + h, v);
+      }
+#endif
+      StoreOutput(to, c.row_bytes, h, c.aligned, pack);
+    }
+    JIN_FN Pack LoadToken(const Place& place) const {
+      return SendableOf<Type>(t, Load(place.p, place.h));
     }
 
-    // Calls `with(j, row)` for the choices of token p of a rank that have a row here; `before(j,
-    // row)` for some of them at once, so that what it loads is on its way at the same time.
-    template <class Before, class With>
-    JIN_FN void ForEachRow(int rank, uint32_t p, const Before& before, const With& with) const {
-      const int32_t* const at = PlacesOf(rank, p);
-      for (uint32_t first = 0; first < c.choices; first += kAtOnce) {
-        uint32_t row[kAtOnce];
+    // A dispatch: stores a pack of a token of a rank in all its rows, of which the first are
+    // loaded.
+    JIN_FN void StoreRows(int rank, const Place& place, Rows rows, const Pack& pack) const {
+      for (uint32_t first = kAtOnce;; first += kAtOnce) {
         JIN_UNROLL
         for (uint32_t j = 0; j < kAtOnce; ++j) {
-          row[j] = first + j < c.choices ? static_cast<uint32_t>(at[first + j]) : ~uint32_t{0};
+          const auto row = static_cast<uint32_t>(rows.row[j]);
+          if (row < c.capacity) StoreRow(row, place.h, pack);
         }
-        JIN_UNROLL
-        for (uint32_t j = 0; j < kAtOnce; ++j) {
-          if (row[j] < c.capacity) before(j, first + j, row[j]);
-        }
-        JIN_UNROLL
-        for (uint32_t j = 0; j < kAtOnce; ++j) {
-          if (row[j] < c.capacity) with(j, row[j]);
-        }
+        if (first >= c.choices) return;
+        rows = RowsOf(rank, place.p, first);
       }
     }
 
-    // A dispatch: stores a pack of token p of a rank in all its rows.
-    JIN_FN void StoreRows(int rank, const Place& place, const Pack& pack) const {
-      ForEachRow(
-          rank, place.p, [](uint32_t, uint32_t, uint32_t) {},
-          [&](uint32_t, uint32_t row) { StoreRow(row, place.h, pack); });
-    }
-
-    // A combine: what the experts of this rank have made of a pack of token p of a rank.
-    JIN_FN Pack Partial(int rank, const Place& place) const {
-      return WithType<Type>(t, [&](auto type) {
+    // A combine: what the experts of this rank have made of a pack of token p of a rank. False: the
+    // token has none here.
+    JIN_FN bool Partial(int rank, const Place& place, Pack* result) const {
+      bool has = false;
+      *result = WithType<Type>(t, [&](auto type) {
         using Each = decltype(type);
         typename Each::Sum sum, x;
         Each::Start(&sum, Pack{});
-        Pack pack[kAtOnce];
-        float weight[kAtOnce];
         const float* const weights = c.weights + (PlacesOf(rank, place.p) - c.places);
-        ForEachRow(
-            rank, place.p,
-            [&](uint32_t j, uint32_t choice, uint32_t row) {
-              pack[j] = Load(row, place.h);
-              weight[j] = weights[choice];
-            },
-            [&](uint32_t j, uint32_t) {
-              Each::Start(&x, pack[j]);
-              JIN_UNROLL
-              for (size_t k = 0; k < sizeof(sum.lane) / sizeof(float); ++k) {
-                sum.lane[k] = Plus(sum.lane[k], Times(weight[j], x.lane[k]));
-              }
-            });
+        for (uint32_t first = 0; first < c.choices; first += kAtOnce) {
+          const Rows rows = RowsOf(rank, place.p, first);
+          has |= HasAny(rows);
+          Pack pack[kAtOnce];
+          float weight[kAtOnce];
+          JIN_UNROLL
+          for (uint32_t j = 0; j < kAtOnce; ++j) {  // all loads before the first sum
+            const auto row = static_cast<uint32_t>(rows.row[j]);
+            if (row >= c.capacity) continue;
+            pack[j] = Load(row, place.h);
+            weight[j] = weights[first + j];
+          }
+          JIN_UNROLL
+          for (uint32_t j = 0; j < kAtOnce; ++j) {
+            if (static_cast<uint32_t>(rows.row[j]) >= c.capacity) continue;
+            Each::Start(&x, pack[j]);
+            JIN_UNROLL
+            for (size_t k = 0; k < sizeof(sum.lane) / sizeof(float); ++k) {
+              sum.lane[k] = Plus(sum.lane[k], Times(weight[j], x.lane[k]));
+            }
+          }
+        }
         return SendableOf<Type>(t, Each::Round(sum));
       });
+      return has;
+    }
+
+    // Whether a place of the stream to a rank has a pack. A combine makes it here.
+    JIN_FN bool Makes(int to, const Place& place, Pack* pack) const {
+      if constexpr (kCombines) return Partial(to, place, pack);
+      return HasExpertsThere(to, place.p);
     }
 
     // Sends the notices and the first packs of all streams, and clears the rows without tokens.
@@ -183,13 +224,11 @@ struct Experts {
                  stride = static_cast<uint32_t>(t.Stride());
       for (uint32_t i = first; i < ahead && i < places; i += stride) {
         const Place place = PlaceOf(i);
-        Pack pack{};
-        if constexpr (!kCombines) pack = SendableOf<Type>(t, Load(place.p, place.h));
+        Pack pack;
+        if constexpr (!kCombines) pack = LoadToken(place);
         for (int k = 1; k < Size(); ++k) {
           const int to = Ranks<N>::After(g.rank, k, g.size);
-          if (!Sends(to, place.p)) continue;
-          if constexpr (kCombines) pack = Partial(to, place);
-          Packets::Put(Window(to, g.rank, 0), i, pack);
+          if (Makes(to, place, &pack)) Packets::Put(Window(to, g.rank, 0), i, pack);
         }
       }
       if constexpr (!kCombines) {
@@ -217,16 +256,19 @@ struct Experts {
         if (room_of != to_window) has_room = 0;
         room_of = to_window;
         const Place place = PlaceOf(i);
-        Pack own{};  // loaded before the first store
-        if constexpr (!kCombines) own = SendableOf<Type>(t, Load(place.p, place.h));
+        Pack own;  // loaded before the first store
+        Rows own_rows;
+        if constexpr (!kCombines) {
+          own = LoadToken(place);
+          own_rows = RowsOf(g.rank, place.p, 0);
+        }
         if (!only_take && i + ahead < places) {
           const Place sent = PlaceOf(i + ahead);
-          Pack pack{};
-          if constexpr (!kCombines) pack = SendableOf<Type>(t, Load(sent.p, sent.h));
+          Pack pack;
+          if constexpr (!kCombines) pack = LoadToken(sent);
           for (; k < Size(); ++k) {
             const int to = Ranks<N>::After(g.rank, k, g.size);
-            if (!Sends(to, sent.p)) continue;
-            if constexpr (kCombines) pack = Partial(to, sent);
+            if (!Makes(to, sent, &pack)) continue;
             while (to_window >= 2 && (has_room >> to & 1) == 0) {
               if (HasTaken(g, to, t.Block(), to_window - 1)) {
                 has_room |= 1u << to;
@@ -242,17 +284,18 @@ struct Experts {
         if constexpr (kCombines) {
           if (!TakeSum(place, w, j)) return false;
         } else {
-          if (k == 1) StoreRows(g.rank, place, own);
           for (; k < Size(); ++k) {
             const int from = Ranks<N>::After(g.rank, Size() - k, g.size);
-            if (!HasExpertsHere(from, place.p)) continue;
+            const Rows rows = RowsOf(from, place.p, 0);
+            if (k == 1) StoreRows(g.rank, place, own_rows, own);
+            if (!HasExpertsHere(from, place.p, rows)) continue;
             char* const slot = Window(g.rank, from, w);
             Pack pack;
             while (!Packets::TryGet(slot, j, &pack)) {
               if (!t.Wait(size_t{1} << 40 | size_t(k - 1) << 32 | j, from)) return false;
             }
             Packets::Arm(slot, j);
-            StoreRows(from, place, pack);
+            StoreRows(from, place, rows, pack);
           }
         }
         k = 1;
@@ -282,17 +325,16 @@ struct Experts {
     // A combine: waits for the packs of all ranks that have experts of the token, and adds them.
     JIN_FN bool TakeSum(const Place& place, uint32_t w, uint32_t j) const {
       Pack all[Ranks<N>::kSlots];
-      const auto takes = [&](int r) {
-        return Ranks<N>::Has(r, g.size) && r != g.rank && HasExpertsThere(r, place.p);
-      };
-      const bool has_own = HasExpertsThere(g.rank, place.p);
-      Pack own{};
-      if (has_own) own = Partial(g.rank, place);
+      const auto ranks = static_cast<uint32_t>(c.ranks[place.p]);
+      const auto has = [&](int r) { return Ranks<N>::Has(r, g.size) && (ranks >> r & 1) != 0; };
+      Pack own;
+      if (has(g.rank)) Partial(g.rank, place, &own);
       for (;;) {
         int missing = -1;
         JIN_UNROLL
         for (int r = 0; r < Ranks<N>::kSlots; ++r) {
-          if (takes(r) && !Packets::TryGet(Window(g.rank, r, w), j, &all[r])) missing = r;
+          if (r == g.rank || !has(r)) continue;
+          if (!Packets::TryGet(Window(g.rank, r, w), j, &all[r])) missing = r;
         }
         if (missing < 0) break;
         if (!t.Wait(size_t{1} << 40 | j, missing)) return false;
@@ -303,12 +345,9 @@ struct Experts {
         Each::Start(&sum, Pack{});
         JIN_UNROLL
         for (int r = 0; r < Ranks<N>::kSlots; ++r) {
-          if (takes(r)) {
-            Packets::Arm(Window(g.rank, r, w), j);
-            Each::Add(&sum, all[r]);
-          } else if (r == g.rank && has_own) {
-            Each::Add(&sum, own);
-          }
+          if (!has(r)) continue;
+          if (r != g.rank) Packets::Arm(Window(g.rank, r, w), j);
+          Each::Add(&sum, r == g.rank ? own : all[r]);
         }
         return Each::Round(sum);
       });

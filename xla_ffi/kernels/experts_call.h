@@ -5,6 +5,9 @@
 
 namespace jax_intranode {
 
+// The most bytes of an epoch buffer that windows take: more would not stay in a GPU's L2 cache.
+constexpr size_t kMostWindowBytes = size_t{16} << 20;
+
 struct ExpertsCall {
   const void* in;         // dispatch: `tokens` rows; combine: `capacity` rows
   void* out;              // the other way round

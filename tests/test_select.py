@@ -160,6 +160,21 @@ def test_a_buffer_that_is_a_byte_too_small() -> None:
     assert str(exact) in refused.reason and "JAX_INTRANODE_SLAB_MIB" in refused.reason
 
 
+@pytest.mark.parametrize("operation", ["moe_dispatch", "moe_combine"])
+def test_experts_fall_back_where_the_slab_has_no_room(operation: str) -> None:
+    """Room is for notices, and for two windows of a place (xla_ffi/kernels/experts.h)."""
+    for (hardware, mode), world, nbytes in itertools.product(SETUPS, WORLDS, range(0, 9000, 8)):
+        chosen = select.select_experts(
+            operation, nbytes=1 << 20, dtype="bfloat16", world_size=world, hardware=hardware,
+            mode=mode, epoch_buffer_bytes=nbytes,
+        )  # fmt: skip
+        if chosen.algorithm == "lax":
+            assert nbytes < 64 * world
+            assert "JAX_INTRANODE_SLAB_MIB" in chosen.reason and f"{nbytes} bytes" in chosen.reason
+        else:
+            assert (world - 1) * (32 * chosen.blocks + 2 * 16) <= nbytes
+
+
 @pytest.mark.parametrize("operation", OPERATIONS)
 @pytest.mark.parametrize("setup", SETUPS, ids="-".join)
 def test_segments_fit_and_are_no_more_than_needed(setup: tuple[str, str], operation: str) -> None:

@@ -748,8 +748,13 @@ def _experts(lib: Any, mesh: Mesh) -> Program:
         weights, ids = lax.top_k(jax.nn.softmax(scores), choices)
         if hasattr(lib, "moe_dispatch"):
             rows, counts, state = lib.moe_dispatch(x, ids, weights, "x", num_experts=experts)
-            hidden = jax.nn.gelu(lax.ragged_dot(rows, up, counts))
-            result = lib.moe_combine(lax.ragged_dot(hidden, down, counts), state)
+            # XLA's ragged_dot would multiply all rows by the weights of all experts.
+            first, number = (jnp.cumsum(counts) - counts)[:, None], jnp.arange(n * room)
+            place = jnp.where(number < counts[:, None], first + number, len(rows))
+            of_expert = rows.at[place].get(mode="fill", fill_value=0, unique_indices=True)
+            results = jax.nn.gelu(of_expert @ up) @ down
+            results = jnp.zeros_like(rows).at[place].set(results, mode="drop", unique_indices=True)
+            result = lib.moe_combine(results, state)
         else:
             result = dense(x, weights, ids, up, down)
         return _rms_norm(x + result), router, up, down

@@ -163,15 +163,16 @@ def moe_dispatch(
         x, ids, factors = _vary([x, ids, factors], axes)
     else:
         bind = partial(_by_lax, reason)
-    # One array for both: ids are bits of subnormal numbers, which no operation changes.
-    ids = jnp.clip(ids.astype(np.int32), -1, experts) + 1
-    sent = jnp.stack([lax.bitcast_convert_type(ids, np.float32), factors.astype(np.float32)])
-    if sent.size == 0:
-        of_all = jnp.broadcast_to(sent, (n, *sent.shape))
+    if ids.size == 0:
+        shape = n, 2, *ids.shape
+        of_all, bits = (jnp.zeros_like(factors, t, shape=shape) for t in (np.float32, np.int32))
     else:
+        # One array for both: ids are bits of subnormal numbers, which no operation changes.
+        ids = jnp.clip(ids.astype(np.int32), -1, experts) + 1
+        sent = jnp.stack([lax.bitcast_convert_type(ids, np.float32), factors.astype(np.float32)])
         gather = AllGatherParams(axes, 0, False, n)
         of_all = collective.bind_or_fall_back(all_gather_p, sent, gather)
-    bits = lax.bitcast_convert_type(lax.stop_gradient(of_all), np.int32)
+        bits = lax.bitcast_convert_type(lax.stop_gradient(of_all), np.int32)
     places, ranks, sizes, used, dropped = bind(layout_p, bits, params=params)
     (received,) = bind(dispatch_p, x, places, ranks, used, params=params)
     state = MoeState(of_all[:, 1], places, ranks, dropped, axes, experts, len(x))
@@ -279,7 +280,8 @@ def _by_lax(reason: str, primitive: OpPrimitive, *operands: Any, params: MoePara
 
 
 # What jax.lax computes. Where the kernels differ is in subnormal numbers on CPU devices, and in
-# products that XLA adds without rounding them. Arrays without elements are not sent.
+# products that XLA adds without rounding them. Arrays without elements are not sent, and nothing is
+# computed from ids without elements: XLA:GPU crashed when it compiled that (jax 0.11.2).
 
 
 def _layout(params: MoeParams, gathered: Any) -> list[Any]:
@@ -288,6 +290,9 @@ def _layout(params: MoeParams, gathered: Any) -> list[Any]:
     Returns:
         places and ranks, as in `MoeState`; the rows of each expert; [the rows of all]; dropped.
     """
+    if gathered.size == 0:
+        types = _types_of_layout(gathered, params=params)
+        return [jnp.zeros_like(gathered, shape=each.shape) for each in types]
     me, experts = lax.axis_index(params.axes), params.experts
     ids = gathered[:, 0] - 1
     local = ids - me * experts

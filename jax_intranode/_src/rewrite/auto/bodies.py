@@ -12,7 +12,7 @@ from jax_intranode._src import reasons
 from jax_intranode._src.health import call_sites
 from jax_intranode._src.jax_private import jaxpr_walk, trace_state
 from jax_intranode._src.jax_private.mlir_text import source_of
-from jax_intranode._src.ops import norm_rules
+from jax_intranode._src.ops import collective_matmul, norm_rules
 from jax_intranode._src.ops.lowering_site import LoweringSite
 from jax_intranode._src.rewrite.auto.groups import Group
 from jax_intranode._src.rewrite.auto.modules import (
@@ -28,6 +28,15 @@ from jax_intranode._src.rewrite.auto.program import Program
 from jax_intranode._src.rewrite.jaxprs import rewrite_shard_map
 
 _NORMS = frozenset(each.plain for each in norm_rules.PRIMITIVES.values())
+# Calls that have no collective which is not overlapped.
+_OVERLAPPED = frozenset(
+    each.plain
+    for each in (
+        *(collective_matmul.all_gather_matmul_p, collective_matmul.matmul_reduce_scatter_p),
+        collective_matmul.gradients_of_all_gather_matmul_p,
+        collective_matmul.gradients_of_matmul_reduce_scatter_p,
+    )
+)
 
 
 @dataclass(frozen=True)
@@ -39,12 +48,14 @@ class Judged:
         traced: JAX's record.
         left: why lax would run a collective of it; None if all are ours.
         has_norm: whether it has a sum with a norm as one operation.
+        overlaps: whether overlapped matmuls have all of its collectives.
     """
 
     jaxpr: Any
     traced: Any
     left: str | None
     has_norm: bool
+    overlaps: bool = False
 
 
 @dataclass(frozen=True)
@@ -80,7 +91,7 @@ class Bodies:
             program: the program.
             site: the program's mesh, all of whose axes are manual in a shard_map.
         """
-        self._name = name
+        self.name = name
         self._program = program
         self._site = site
         self._judgements: dict[Any, Judged] = {}
@@ -97,7 +108,7 @@ class Bodies:
         inputs, _ = group.inputs()
         body = group.body()
         # Call sites have the name of the program that they are in, which is that of what is jitted.
-        body.__name__ = body.__qualname__ = self._name
+        body.__name__ = body.__qualname__ = self.name
         mapped = jax.shard_map(
             body,
             mesh=self._program.mesh,
@@ -109,13 +120,16 @@ class Bodies:
         jaxpr = jaxpr_walk.without_dead_code(traced.jaxpr)
         (equation,) = jaxpr.eqns
         rewritten, record = rewrite_shard_map(self._site, equation.params)
-        has_norm = any(e.primitive in _NORMS for e in jaxpr_walk.open_jaxpr(rewritten).eqns)
+        primitives = [e.primitive for e in jaxpr_walk.equations(rewritten)]
+        has_norm = any(primitive in _NORMS for primitive in primitives)
+        overlapped = sum(primitive in _OVERLAPPED for primitive in primitives)
         left = [decision for decision in record.decisions if decision.reason is not None]
         left.sort(key=lambda decision: not reasons.is_missed(decision.reason))
         if left:
             return Judged(jaxpr, traced, left[0].reason, False)
         nothing = None if record.decisions else reasons.NO_COLLECTIVE
-        return Judged(jaxpr, traced, nothing, has_norm)
+        overlaps = 0 < overlapped == len(record.decisions)
+        return Judged(jaxpr, traced, nothing, has_norm, overlaps)
 
     def lowered(self, group: Group) -> Body | None:
         """The lowered shard_map of a group; None if it is not all ours."""

@@ -91,7 +91,12 @@ class Member:
 
     def replaced(self) -> list[Any]:
         """The operations of the program that are not needed any more."""
-        return [self.candidate.operation, *(self.tail.operations if self.tail else ())]
+        operations, todo = [], [self.candidate]
+        while todo:
+            operations.append(todo.pop())
+            todo += operations[-1].terms
+        terms = [each.operation for each in reversed(operations)]
+        return [*terms, *(self.tail.operations if self.tail else ())]
 
     def with_tail(self, tail: Tail, program: Program) -> "Member | None":
         """The member with what follows its sum; None if its inputs are not known."""
@@ -242,6 +247,11 @@ def member_of(candidate: Candidate, gathered: Mapping[Any, Candidate]) -> Member
         if reshard is not None:
             gathering = reshard.plan
             assert gathering is not None  # as it is among those that gather
+            kept = {*candidate.kind.labels.result} if candidate.kind.name == "dot_general" else None
+            labels = candidate.kind.labels.operands[operand % len(candidate.kind.labels.operands)]
+            if kept and (candidate.terms or any(labels[g.dimension] not in kept for g in gathering.gathers)):
+                reshard = None  # a weight gradient, which uses what the matmul has gathered
+        if reshard is not None:
             if gathering.result == spec:
                 value, spec = reshard.values[0], gathering.operands[0]
                 of = reshard.avals[0]  # an all_gather's result has another shape

@@ -59,6 +59,7 @@ class Candidate:
         avals: their types.
         plan: how XLA computes it; None if it is left.
         reason: why it is left; None if there is a plan.
+        terms: the candidates whose sum it is, if it is one.
     """
 
     operation: Any
@@ -67,6 +68,7 @@ class Candidate:
     avals: tuple[Any, ...]
     plan: Plan | None
     reason: str | None
+    terms: "tuple[Candidate, ...]" = ()
 
     @property
     def number(self) -> int:
@@ -205,6 +207,33 @@ def find(operation: Any, program: Program) -> Candidate | None:
         program.decisions[key] = _decide(kind, avals, result, specs, program.mesh)
     decided = program.decisions[key]
     return None if decided is None else Candidate(operation, kind, values, avals, *decided)
+
+
+def sum_of(addition: Any, terms: "tuple[Candidate, Candidate]") -> Candidate | None:
+    """An addition of two sums over the same axes, which are alike, as one sum."""
+    first, second = terms
+    plans_of = [term.plan for term in terms]
+    if any(t.kind.name != "dot_general" or t.kind.compute is None for t in terms):
+        return None
+    one, other = plans_of
+    if one is None or other is None or one.gathers or other.gathers:
+        return None
+    if not one.scatters or (one.sums, one.result) != (other.sums, other.result):
+        return None
+    computes, count = [t.kind.compute for t in terms], len(first.values)
+
+    def compute(*operands: Any) -> Any:
+        return lax.add(computes[0](*operands[:count]), computes[1](*operands[count:]))
+
+    kind = dataclasses.replace(
+        first.kind,
+        key=("add", first.kind.key, second.kind.key),
+        compute=compute,
+        operands=count + len(second.values),
+    )
+    plan = dataclasses.replace(one, operands=(*one.operands, *other.operands))
+    values, avals = (*first.values, *second.values), (*first.avals, *second.avals)
+    return Candidate(addition, kind, values, avals, plan, None, terms)
 
 
 def _decide(

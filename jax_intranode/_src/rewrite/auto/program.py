@@ -34,7 +34,7 @@ from jax_intranode._src.rewrite.auto.modules import (
 )
 from jax_intranode._src.rewrite.auto.plans import Spec
 
-_ELEMENTWISE = frozenset(
+ELEMENTWISE = frozenset(
     f"stablehlo.{n}" for n in ("add", "subtract", "multiply", "divide", "select")
 )
 # What each device can make any part of.
@@ -126,12 +126,12 @@ class Program:
             for attributes in self._main.opview.res_attrs
         ]
         for operation in walk(self._main):
-            if operation.name in _ELEMENTWISE:
-                self._add_reshards(operation, [self.spec(operation.results[0])] * 3)
+            if operation.name in ELEMENTWISE:
+                self.add_reshards(operation, [self.spec(operation.results[0])] * 3)
             elif operation.name == "func.return":
-                self._add_reshards(operation, of_results)
+                self.add_reshards(operation, of_results)
 
-    def _add_reshards(self, operation: Any, specs: Sequence[Spec | None]) -> None:
+    def add_reshards(self, operation: Any, specs: Sequence[Spec | None]) -> None:
         """Adds reshards of operands that are sharded otherwise than the operation takes them."""
         for index, (value, spec) in enumerate(zip(operation.operands, specs, strict=False)):
             maker = owner(value)
@@ -139,15 +139,34 @@ class Program:
                 continue
             if self.spec(value) in (None, spec) or len(self.spec(value) or ()) != len(spec):
                 continue
-            new = sdy.ReshardOp(
-                value,
-                self._sharding(spec),
-                loc=operation.location,
-                ip=ir.InsertionPoint(operation),
-            )
-            operation.operands[index] = new.result
-            self.set_number(new.operation)
-            self.added.add(number(new.operation))
+            operation.operands[index] = self.resharded(value, spec, before=operation).results[0]
+
+    def resharded(self, value: Any, spec: Spec, before: Any = None, behind: Any = None) -> Any:
+        """An added reshard of a value: before an operation, or behind it for all users."""
+        at = before or behind
+        uses = list(value.uses) if behind else []
+        new = sdy.ReshardOp(
+            value, self._sharding(spec), loc=at.location, ip=ir.InsertionPoint(at)
+        ).operation
+        if behind:
+            new.move_after(behind)
+        for use in uses:
+            use.owner.operation.operands[use.operand_number] = new.results[0]
+        self.set_number(new)
+        self.added.add(number(new))
+        return new
+
+    def all(self) -> list[Any]:
+        """All operations, in order."""
+        return [each for each in walk(self._main) if each.name != "func.func"]
+
+    def set_spec(self, operation: Any, spec: Spec) -> None:
+        """Shards the only result of an operation like this."""
+        new = self._sharding(spec)
+        if operation.name in ("sdy.reshard", "sdy.sharding_constraint"):
+            operation.attributes["sharding"] = new
+        else:
+            operation.attributes["sdy.sharding"] = sdy.TensorShardingPerValueAttr.get([new])
 
     def _refuse_unsuitable(self) -> None:
         """Raises if the program has something that a propagated copy may not keep."""

@@ -29,7 +29,7 @@ from jax_intranode._src.jax_private.mlir_text import same_in_all_processes, sour
 from jax_intranode._src.ops import fallback
 from jax_intranode._src.ops.lowering_site import LoweringSite
 from jax_intranode._src.rewrite import agreement, mode, norms
-from jax_intranode._src.rewrite.auto import groups, overlap, plans, tails
+from jax_intranode._src.rewrite.auto import groups, moved, overlap, plans, tails
 from jax_intranode._src.rewrite.auto.bodies import Bodies
 from jax_intranode._src.rewrite.auto.groups import Group, Member
 from jax_intranode._src.rewrite.auto.modules import (
@@ -39,13 +39,16 @@ from jax_intranode._src.rewrite.auto.modules import (
     number,
     operations,
 )
-from jax_intranode._src.rewrite.auto.operations import Candidate, find
+from jax_intranode._src.rewrite.auto.operations import Candidate, find, sum_of
 from jax_intranode._src.rewrite.auto.program import Program
 
 _log = logging.getLogger("jax_intranode")
 
 # For tests: XLA gets the propagated copy even if nothing of it was replaced.
 propagated_only = False
+
+# For tests: gathers and sums are moved on CPU devices, too, where no matmul overlaps.
+moves_on_cpus = False
 
 # Operations that take an operand as it is sharded: the ends of blocks, and those that send nothing
 # if they have no plan.
@@ -209,7 +212,7 @@ class _Rewriting:
         self, module: Any, name: str, devices: Any, platforms: tuple[str, ...], outcome: Outcome
     ):
         self._name = name
-        self._lowered = module
+        self._lowered, self._devices = module, devices
         self._call = divided[module]
         self._outcome = outcome
         self._program = Program(module, devices)
@@ -217,13 +220,15 @@ class _Rewriting:
         self._sizes = dict(self._mesh.shape)
         self._site = LoweringSite(self._mesh, frozenset(self._mesh.axis_names), platforms)
         self._bodies = Bodies(name.removeprefix("jit_"), self._program, self._site)
+        self._overlap: set[int] = set()  # the numbers of members that overlap
         self._new_values: dict[Any, Any] = {}  # by the values whose place they have taken
         self._dead: list[Any] = []
         self._calls = 0
 
     def run(self) -> None:
         """Rewrites the program; the outcome has its module if anything was replaced."""
-        blocks = [(block, axes, self._candidates(block)) for block, axes in self._program.blocks()]
+        moves = (moves_on_cpus or self._on_gpus()) and not propagated_only
+        blocks = self._blocks(moves)
         has_plans = any(candidate.plan for *_, candidates in blocks for candidate in candidates)
         reason = None
         if has_plans:
@@ -231,6 +236,13 @@ class _Rewriting:
             reason = reason or agreement.reason_for_no_auto(
                 self._mesh, self._call, self._fingerprint
             )
+        if moves and reason is None and has_plans and not moves_on_cpus:
+            for *_, candidates in blocks:
+                self._overlapping(candidates)
+            if not self._overlap:
+                self._program = Program(self._lowered, self._devices)
+                self._bodies = Bodies(self._bodies.name, self._program, self._site)
+                blocks = self._blocks(False)
         replacements: list[Any] = []
         for block, manual_axes, candidates in blocks:
             if has_plans and reason is None and not propagated_only:
@@ -277,6 +289,33 @@ class _Rewriting:
                 *(len(self._outcome.records) - left, self._calls),
             )
 
+    def _blocks(self, moves: bool) -> list[Any]:
+        """The blocks of the program, with their manual axes and candidates."""
+        if moves:
+            moved.move(self._program)
+        blocks = [(block, axes, self._candidates(block)) for block, axes in self._program.blocks()]
+        if moves:
+            blocks = [(block, axes, self._added_up(block, of)) for block, axes, of in blocks]
+        return blocks
+
+    def _overlapping(self, candidates: Sequence[Candidate]) -> None:
+        """Finds the members that become overlapped matmuls."""
+        members = self._members(candidates)
+        sharing: dict[Any, list[Member]] = {}
+        for member in members:
+            if not self._all_users_gather(member, members):
+                shared = member.shared() if member.gathered() else None
+                sharing.setdefault(shared or member.number, []).append(member)
+        for together in sharing.values():
+            if self._bodies.judged(Group(together)).overlaps:
+                self._overlap.update(member.number for member in together)
+
+    def _members(self, candidates: Sequence[Candidate]) -> list[Member]:
+        """The candidates that communicate, as members."""
+        gathers = {c.operation.results[0]: c for c in candidates if c.is_gather}
+        members = [groups.member_of(c, gathers) for c in candidates if c.plan is not None]
+        return [member for member in members if member.communicates()]
+
     def _candidates(self, block: Any) -> list[Candidate]:
         """The operations of a block that communicate or use what one gathers, in order."""
         candidates: list[Candidate] = []
@@ -290,6 +329,23 @@ class _Rewriting:
                 if candidate.is_gather:
                     gathered.add(operation.results[0])
         return candidates
+
+    def _added_up(self, block: Any, candidates: list[Candidate]) -> list[Candidate]:
+        """The candidates, with additions of scattered sums as one."""
+        found = {candidate.operation.results[0]: candidate for candidate in candidates}
+        for operation in operations(block):
+            terms = [found.get(value) for value in operation.operands]
+            if operation.name != "stablehlo.add" or None in terms:
+                continue
+            if any(len(list(value.uses)) > 1 for value in operation.operands):
+                continue
+            total = sum_of(operation, terms)
+            if total is not None and self._program.spec(operation.results[0]) == total.plan.result:
+                for value in operation.operands:
+                    del found[value]
+                found[operation.results[0]] = total
+        order = {number(operation): place for place, operation in enumerate(operations(block))}
+        return sorted(found.values(), key=lambda each: order[each.number])
 
     # What became of an operation.
 
@@ -337,9 +393,7 @@ class _Rewriting:
     ) -> list[Any]:
         """Replaces what it can; returns what identifies that."""
         self._leave([candidate for candidate in candidates if candidate.plan is None], "")
-        gathers = {c.operation.results[0]: c for c in candidates if c.is_gather}
-        members = [groups.member_of(c, gathers) for c in candidates if c.plan is not None]
-        members = [member for member in members if member.communicates()]
+        members = self._members(candidates)
         left = self._left_before(members, candidates, block)
         for member in members:
             if reason := left.get(member.number):
@@ -363,9 +417,10 @@ class _Rewriting:
         """Why members are left whatever would run of them, by their numbers."""
         left: dict[int, str] = {}
         if self._on_gpus():
-            left = overlap.overlapped(members, block, self._sizes)
+            others = [member for member in members if member.number not in self._overlap]
+            left = overlap.overlapped(others, block, self._sizes)
             if overlap.permutes(block, self._program) >= len(members):
-                left = {member.number: reasons.PERMUTES for member in members}
+                left = {member.number: reasons.PERMUTES for member in others}
         by_number = {candidate.number: candidate for candidate in candidates}
         for member in members:
             is_scattered = member.plan.scatters and not member.kind.axes
@@ -373,7 +428,9 @@ class _Rewriting:
                 left.setdefault(member.number, reasons.WHOLE_SUM)
         if self._on_gpus() and _share_a_reshape(candidates, left):
             for member in members:
-                if any(1 in aval.shape for aval in member.candidate.avals):
+                if member.number not in self._overlap and any(
+                    1 in aval.shape for aval in member.candidate.avals
+                ):
                     left.setdefault(member.number, reasons.SHORTER)
         return left
 
@@ -431,7 +488,10 @@ class _Rewriting:
 
         XLA gathers an array once for all operations that use it. If one of them is left, all are.
         """
-        left = {member.number: self._bodies.judged(Group([member])).left for member in members}
+        left = {
+            m.number: None if m.number in self._overlap else self._bodies.judged(Group([m])).left
+            for m in members
+        }
         by_gather: dict[Any, list[Member]] = {}
         for member in members:
             for operand in member.gathered():

@@ -33,6 +33,7 @@ from jax_intranode._src.health import call_sites
 from jax_intranode._src.jax_private import hlo, lowering_hooks
 from jax_intranode._src.ops import fallback
 from jax_intranode._src.rewrite.auto import (
+    bodies,
     groups,
     modules,
     overlap,
@@ -111,6 +112,56 @@ def test_a_gather_before_a_product_of_arrays() -> None:
     before, after = check(block, p, x, scale)
     assert of_xla(before) == 2 and of_xla(after) == 0
     assert after["jax_intranode_all_gather"] == 1
+
+
+def gated_step() -> tuple[Any, ...]:
+    """The gradients of a sequence-parallel layer behind a norm's weight, and their arguments."""
+    mesh = two_axes()
+    x = put(mesh, normal(2, 2, 8, 16), "data", "model")
+    p = weights(mesh, *TENSOR_PARALLEL) | {"gate": put(mesh, normal(4, 16, 32), None, "model")}
+    scale = put(mesh, normal(3, 16))
+
+    def loss(p: Any, x: Any, scale: Any) -> Any:
+        whole = constrained(mesh, jnp.sin(x) * scale, "data", None, None)
+        gated = constrained(mesh, whole @ p["gate"], "data", None, "model")
+        hidden = jnp.sin(whole @ p["up"]) * gated
+        return ((x + constrained(mesh, hidden @ p["down"], "data", "model", None)) ** 2).sum()
+
+    return jax.grad(loss, argnums=(0, 1, 2)), p, x, scale
+
+
+def test_gathers_and_sums_next_to_matmuls(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A gather behind a norm's weight, a sum of which all take a part, and shared ones."""
+    monkeypatch.setattr(rewriting, "moves_on_cpus", True)
+    f, *args = gated_step()
+    before, after = check(f, *args)
+    assert of_xla(before) > 4 and of_xla(after) == 0
+    # Forward for both matmuls and backward for the input and the weight gradient.
+    assert after["jax_intranode_all_gather"] == 2
+    # Forward, and backward of the sum of two products.
+    assert after["jax_intranode_psum_scatter"] == 2
+    with jax_intranode.accelerate(auto=True):
+        calls = jax_intranode.explain(f)(*args)
+    sent = [c.shapes for c in calls if c.operation in ("all_gather", "psum_scatter")]
+    assert sorted(sent) == [((1, 8 // (N // 2), 16),)] * 2 + [((1, 8, 16),)] * 2
+
+
+@pytest.mark.parametrize("other", [False, True])
+def test_a_sum_that_is_needed_whole(other: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A sum is not scattered if an operation needs all of it, or two need different parts."""
+    mesh = two_axes()
+    p, x = tensor_parallel()
+
+    def f(p: Any, x: Any) -> Any:
+        y = constrained(mesh, mlp(p, x), "data", None)
+        part = jnp.sin(constrained(mesh, y, ("data", "model"), None))
+        return part, constrained(mesh, y, "data", "model") if other else y.T @ y
+
+    _, wanted = check(f, p, x)
+    jax.clear_caches()
+    monkeypatch.setattr(rewriting, "moves_on_cpus", True)
+    _, after = check(f, p, x)
+    assert after == wanted and after["jax_intranode_psum_scatter"] == 0
 
 
 def test_one_line_of_log(caplog: pytest.LogCaptureFixture) -> None:
@@ -562,6 +613,32 @@ def test_what_xla_can_overlap_is_left(as_on_gpus: Any) -> None:
     assert of_xla(before) == of_xla(after) + 1
     _, after = check(lambda p, x: mlp(p, mlp(p, x)), *tensor_parallel())
     assert of_xla(after) == 0
+
+
+def test_matmuls_that_overlap_are_not_left(
+    as_on_gpus: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """XLA could run their collectives next to other matmuls, too. If none overlaps, none moves."""
+    as_on_gpus(0)
+    f, *args = gated_step()
+    _, found = check(f, *args)
+    jax.clear_caches()
+    judged = bodies.Bodies.judged
+
+    def as_overlapped(self: Any, group: Any) -> Any:
+        found = judged(self, group)
+        return dataclasses.replace(found, overlaps=found.left is None)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(bodies.Bodies, "judged", as_overlapped)
+        _, after = check(f, *args)
+    assert after["jax_intranode_psum_scatter"] == after["jax_intranode_all_gather"] == 2
+    assert after["all-gather"] == after["reduce-scatter"] == 0
+    jax.clear_caches()
+    monkeypatch.setattr(rewriting.moved, "move", lambda _: None)
+    monkeypatch.setattr(rewriting.moved, "share", lambda *_: False)
+    _, after = check(f, *args)
+    assert after == found and of_xla(after) > 1
 
 
 @pytest.mark.parametrize(("most", "left"), [(3 << 10, 2), (4 << 10, 0)])

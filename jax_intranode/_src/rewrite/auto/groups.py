@@ -8,6 +8,7 @@ group of its kind, and what needs its result waits. A group ends, and what has w
 follows, when one of its kind needs a result of it, at a fence, and when it would become too large.
 """
 
+import dataclasses
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -91,12 +92,11 @@ class Member:
 
     def replaced(self) -> list[Any]:
         """The operations of the program that are not needed any more."""
-        operations, todo = [], [self.candidate]
-        while todo:
-            operations.append(todo.pop())
-            todo += operations[-1].terms
-        terms = [each.operation for each in reversed(operations)]
-        return [*terms, *(self.tail.operations if self.tail else ())]
+        own = [self.candidate]
+        for each in own:
+            own += each.terms
+        operations = [each.operation for each in reversed(own)]
+        return [*operations, *(self.tail.operations if self.tail else ())]
 
     def with_tail(self, tail: Tail, program: Program) -> "Member | None":
         """The member with what follows its sum; None if its inputs are not known."""
@@ -244,15 +244,15 @@ def member_of(candidate: Candidate, gathered: Mapping[Any, Candidate]) -> Member
         spec = plan.operands[operand]
         own: Gathers = tuple((g.dimension, g.axes) for g in plan.gathers if g.operand == operand)
         reshard = gathered.get(value)
-        if reshard is not None:
+        if reshard is not None and not candidate.terms:
             gathering = reshard.plan
             assert gathering is not None  # as it is among those that gather
-            kept = {*candidate.kind.labels.result} if candidate.kind.name == "dot_general" else None
-            labels = candidate.kind.labels.operands[operand % len(candidate.kind.labels.operands)]
-            if kept and (candidate.terms or any(labels[g.dimension] not in kept for g in gathering.gathers)):
-                reshard = None  # a weight gradient, which uses what the matmul has gathered
-        if reshard is not None:
-            if gathering.result == spec:
+            # A weight gradient uses what a matmul has gathered.
+            contracts = candidate.kind.name == "dot_general" and any(
+                candidate.contracts(dataclasses.replace(g, operand=operand))
+                for g in gathering.gathers
+            )
+            if gathering.result == spec and not contracts:
                 value, spec = reshard.values[0], gathering.operands[0]
                 of = reshard.avals[0]  # an all_gather's result has another shape
                 own = (*((g.dimension, g.axes) for g in gathering.gathers), *own)

@@ -3,21 +3,22 @@
 Propagation shards elementwise operations as their users need them. So a gather may come before a
 product with a norm's weight, not before the matmul after that, and a sum may be whole although each
 user takes a part of it. Here a gather moves behind elementwise operations, and a sum whose users
-take the same part of it is scattered. Gathers that a matmul and a weight gradient share become one.
+take the same part of it is scattered. A gather that a matmul and weight gradients need becomes one.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
-from jax.extend.mlir import ir
-
-from jax_intranode._src.rewrite.auto.modules import dot_dimensions, number
-from jax_intranode._src.rewrite.auto.plans import Spec
+from jax_intranode._src.rewrite.auto.modules import dot_dimensions, number, owner
+from jax_intranode._src.rewrite.auto.operations import Candidate
+from jax_intranode._src.rewrite.auto.plans import Gather, Spec
 from jax_intranode._src.rewrite.auto.program import ELEMENTWISE, Program
 
 _DOTS = frozenset({"stablehlo.dot_general", "stablehlo.dot"})
 _SAME = frozenset({"sdy.reshard", "sdy.sharding_constraint"})
 # They neither change shapes nor widen what is sent.
 _MOVABLE = ELEMENTWISE | {"stablehlo.negate", "stablehlo.maximum", "stablehlo.minimum"}
+_LOCAL = _MOVABLE | _SAME | {"stablehlo.convert"}
 
 
 def move(program: Program) -> None:
@@ -30,16 +31,6 @@ def move(program: Program) -> None:
         if operation.name in _SAME and number(operation) in program.added:
             _sink(operation, program)
     _drop(program)
-    shared: dict[Any, list[tuple[Any, int, bool, Spec]]] = {}
-    for operation in program.all():
-        if operation.name in _DOTS:
-            for side, value in enumerate(operation.operands):
-                found = _gathered(operation, side, program)
-                if found is not None:
-                    shared.setdefault((value, found[1]), []).append((operation, side, *found))
-    for uses in shared.values():
-        if len({contracts for _, _, contracts, _ in uses}) == 2:
-            _share(uses, program)
 
 
 def _drop(program: Program) -> None:
@@ -91,7 +82,7 @@ def _users(value: Any, spec: Spec, parts: set[Spec], nodes: list[Any], program: 
         user = use.owner.operation
         if user.name in _SAME and number(user) in program.added:
             parts.add(program.spec(user.results[0]) or ())
-        elif user.name not in _MOVABLE | _SAME | {"stablehlo.convert"} or program.spec(user.results[0]) != spec:
+        elif user.name not in _LOCAL or program.spec(user.results[0]) != spec:
             return False
         elif user not in nodes:
             nodes.append(user)
@@ -109,7 +100,7 @@ def _sink(gather: Any, program: Program) -> None:
         (value,), (result,) = gather.operands, gather.results
         part, whole = program.spec(value), program.spec(result)
         uses = list(result.uses)
-        if len(uses) != 1 or not _finer(part, whole):
+        if part is None or whole is None or len(uses) != 1 or not _finer(part, whole):
             return
         user = uses[0].owner.operation
         if user.name in _SAME and program.spec(user.results[0]) == whole:
@@ -117,6 +108,8 @@ def _sink(gather: Any, program: Program) -> None:
             gather.erase()
             return
         if user.name not in _MOVABLE or program.spec(user.results[0]) != whole:
+            return
+        if user.results[0].type != result.type:  # a select of booleans would send more
             return
         for operand in user.operands:
             if operand != result and program.spec(operand) not in (whole, ((),) * len(whole)):
@@ -130,39 +123,33 @@ def _sink(gather: Any, program: Program) -> None:
         gather = new
 
 
-def _gathered(dot: Any, side: int, program: Program) -> tuple[bool, Spec] | None:
-    """Whether a dot contracts the dimension over which it has to gather an operand, and to what."""
-    contracting, batch = dot_dimensions(dot)
-    spec, other = (program.spec(dot.operands[k]) for k in (side, 1 - side))
-    result = program.spec(dot.results[0])
-    if spec is None or other is None or result is None or any(map(len, batch)):
-        return None
-    free = [i for i in range(len(spec)) if i not in contracting[side]]
-    start = 0 if side == 0 else len(result) - len(free)
-    for i, axes in enumerate(spec):
-        if not axes:
+def share(candidates: Sequence[Candidate], program: Program) -> bool:
+    """Makes gathers that a matmul and weight gradients share operations; whether there are any."""
+    sharing: dict[Any, list[tuple[Candidate, Gather]]] = {}
+    for candidate in candidates:
+        if candidate.kind.name == "dot_general" and candidate.plan is not None:
+            for gather in candidate.plan.gathers:
+                value = candidate.values[gather.operand]
+                sharing.setdefault((value, gather.dimension, gather.axes), []).append(
+                    (candidate, gather)
+                )
+    places = {number(operation): i for i, operation in enumerate(program.all())}
+    found = False
+    for (value, dimension, axes), uses in sharing.items():
+        first, spec = uses[0][0].operation, [*(program.spec(value) or ())]
+        gradients = [(c.operation, g.operand) for c, g in uses if c.contracts(g)]
+        matmuls = [c.operation for c, g in uses if not c.contracts(g)]
+        if not gradients or not matmuls or spec[dimension] != axes:
             continue
-        if i in contracting[side]:
-            contracts = True
-            taken = other[contracting[1 - side][list(contracting[side]).index(i)]]
-        else:
-            contracts, taken = False, result[start + free.index(i)]
-        rest = tuple(() if k == i else of for k, of in enumerate(spec))
-        if not taken and any(set(axes) & set(of) for of in result):
-            return contracts, rest
-    return None
-
-
-def _share(uses: list[tuple[Any, int, bool, Spec]], program: Program) -> None:
-    """Gives the weight gradients that need a gathered array that of the matmul before them."""
-    first, side, _, whole = next(use for use in uses if not use[2])
-    order = {number(operation): place for place, operation in enumerate(program.all())}
-    value = first.operands[side]
-    place = order[number(first)]
-    if any(order[number(dot)] < place or dot.parent != first.parent for dot, *_ in uses):
-        return
-    reshard = program.resharded(value, whole, before=first)
-    program.added.discard(number(reshard))
-    for dot, which, contracts, _ in uses:
-        if contracts:
-            dot.operands[which] = reshard.results[0]
+        makers = [maker for maker in map(owner, matmuls[0].operands) if maker is not None]
+        if any(places.get(number(maker), 0) > places[number(first)] for maker in makers):
+            continue
+        if matmuls[0] != first:
+            matmuls[0].move_before(first)
+        spec[dimension] = ()
+        new = program.resharded(value, tuple(spec), before=matmuls[0])
+        program.added.discard(number(new))
+        for gradient, operand in gradients:
+            gradient.operands[operand] = new.results[0]
+        found = True
+    return found

@@ -87,6 +87,11 @@ class Candidate:
         is_reshard = self.kind.name in ("reshard", "all_gather")
         return is_reshard and self.plan is not None and bool(self.plan.gathers)
 
+    def contracts(self, gather: Gather) -> bool:
+        """Whether the result has not the dimension of an operand that is gathered."""
+        labels = self.kind.labels
+        return labels.operands[gather.operand][gather.dimension] not in labels.result
+
 
 def aval(value: Any) -> Any | None:
     """The type of a value for JAX; None if this package doesn't know it."""
@@ -209,31 +214,24 @@ def find(operation: Any, program: Program) -> Candidate | None:
     return None if decided is None else Candidate(operation, kind, values, avals, *decided)
 
 
-def sum_of(addition: Any, terms: "tuple[Candidate, Candidate]") -> Candidate | None:
-    """An addition of two sums over the same axes, which are alike, as one sum."""
-    first, second = terms
-    plans_of = [term.plan for term in terms]
-    if any(t.kind.name != "dot_general" or t.kind.compute is None for t in terms):
+def sum_of(addition: Any, first: Candidate, second: Candidate) -> Candidate | None:
+    """An addition of two scattered sums of matmuls over the same axes, as one sum."""
+    of_both = [(c.plan, c.kind.compute) for c in (first, second) if c.kind.name == "dot_general"]
+    known = [(plan, compute) for plan, compute in of_both if plan and compute and not plan.gathers]
+    if len(known) < 2:
         return None
-    one, other = plans_of
-    if one is None or other is None or one.gathers or other.gathers:
-        return None
+    ((one, add), (other, added)), count = known, len(first.values)
     if not one.scatters or (one.sums, one.result) != (other.sums, other.result):
         return None
-    computes, count = [t.kind.compute for t in terms], len(first.values)
 
     def compute(*operands: Any) -> Any:
-        return lax.add(computes[0](*operands[:count]), computes[1](*operands[count:]))
+        return lax.add(add(*operands[:count]), added(*operands[count:]))
 
-    kind = dataclasses.replace(
-        first.kind,
-        key=("add", first.kind.key, second.kind.key),
-        compute=compute,
-        operands=count + len(second.values),
-    )
+    key = "add", first.kind.key, second.kind.key
+    kind = dataclasses.replace(first.kind, key=key, compute=compute)
     plan = dataclasses.replace(one, operands=(*one.operands, *other.operands))
     values, avals = (*first.values, *second.values), (*first.avals, *second.avals)
-    return Candidate(addition, kind, values, avals, plan, None, terms)
+    return Candidate(addition, kind, values, avals, plan, None, (first, second))
 
 
 def _decide(

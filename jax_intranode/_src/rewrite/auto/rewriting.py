@@ -291,12 +291,18 @@ class _Rewriting:
 
     def _blocks(self, moves: bool) -> list[Any]:
         """The blocks of the program, with their manual axes and candidates."""
-        if moves:
-            moved.move(self._program)
-        blocks = [(block, axes, self._candidates(block)) for block, axes in self._program.blocks()]
-        if moves:
-            blocks = [(block, axes, self._added_up(block, of)) for block, axes, of in blocks]
-        return blocks
+        if not moves:
+            return [
+                (block, axes, self._candidates(block)) for block, axes in self._program.blocks()
+            ]
+        moved.move(self._program)
+        found = []
+        for block, axes in self._program.blocks():
+            candidates = self._candidates(block)
+            if moves and moved.share(candidates, self._program):
+                candidates = self._candidates(block)
+            found.append((block, axes, self._added_up(block, candidates) if moves else candidates))
+        return found
 
     def _overlapping(self, candidates: Sequence[Candidate]) -> None:
         """Finds the members that become overlapped matmuls."""
@@ -334,18 +340,16 @@ class _Rewriting:
         """The candidates, with additions of scattered sums as one."""
         found = {candidate.operation.results[0]: candidate for candidate in candidates}
         for operation in operations(block):
-            terms = [found.get(value) for value in operation.operands]
-            if operation.name != "stablehlo.add" or None in terms:
-                continue
-            if any(len(list(value.uses)) > 1 for value in operation.operands):
-                continue
-            total = sum_of(operation, terms)
-            if total is not None and self._program.spec(operation.results[0]) == total.plan.result:
-                for value in operation.operands:
-                    del found[value]
-                found[operation.results[0]] = total
-        order = {number(operation): place for place, operation in enumerate(operations(block))}
-        return sorted(found.values(), key=lambda each: order[each.number])
+            terms = [found[value] for value in operation.operands if value in found]
+            if operation.name == "stablehlo.add" and len(terms) == 2:
+                total = sum_of(operation, *terms)
+                alone = all(len(list(value.uses)) == 1 for value in operation.operands)
+                if alone and total is not None:
+                    for value in operation.operands:
+                        del found[value]
+                    found[operation.results[0]] = total
+        places = {number(operation): i for i, operation in enumerate(operations(block))}
+        return sorted(found.values(), key=lambda each: places[each.number])
 
     # What became of an operation.
 
@@ -554,7 +558,11 @@ class _Rewriting:
         body = self._bodies.lowered(group)
         if body is None:
             if len(group.members) == 1:
-                raise RuntimeError("a shard_map is not lowered as expected")
+                (member,) = group.members
+                if member.number not in self._overlap:
+                    raise RuntimeError("a shard_map is not lowered as expected")
+                self._record(member.candidate, reasons.SHARED)  # not beside what it overlaps with
+                return member.replaced()
             apart = (self._insert(Group([member]), manual_axes) for member in group.members)
             return [operation for inserted in apart for operation in inserted]
         last = group.members[-1].candidate.operation

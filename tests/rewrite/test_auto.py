@@ -117,12 +117,13 @@ def test_a_gather_before_a_product_of_arrays() -> None:
 def gated_step() -> tuple[Any, ...]:
     """The gradients of a sequence-parallel layer behind a norm's weight, and their arguments."""
     mesh = two_axes()
+    before = put(mesh, normal(5, 16, 16))
     x = put(mesh, normal(2, 2, 8, 16), "data", "model")
     p = weights(mesh, *TENSOR_PARALLEL) | {"gate": put(mesh, normal(4, 16, 32), None, "model")}
     scale = put(mesh, normal(3, 16))
 
     def loss(p: Any, x: Any, scale: Any) -> Any:
-        whole = constrained(mesh, jnp.sin(x) * scale, "data", None, None)
+        whole = constrained(mesh, jnp.sin(x @ before) * scale, "data", None, None)
         gated = constrained(mesh, whole @ p["gate"], "data", None, "model")
         hidden = jnp.sin(whole @ p["up"]) * gated
         return ((x + constrained(mesh, hidden @ p["down"], "data", "model", None)) ** 2).sum()
@@ -618,7 +619,10 @@ def test_what_xla_can_overlap_is_left(as_on_gpus: Any) -> None:
 def test_matmuls_that_overlap_are_not_left(
     as_on_gpus: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """XLA could run their collectives next to other matmuls, too. If none overlaps, none moves."""
+    """XLA could run their collectives next to other matmuls, too. If none overlaps, none moves.
+
+    Gathers of parameters are left.
+    """
     as_on_gpus(0)
     f, *args = gated_step()
     _, found = check(f, *args)
@@ -632,6 +636,8 @@ def test_matmuls_that_overlap_are_not_left(
     with monkeypatch.context() as patch:
         patch.setattr(bodies.Bodies, "judged", as_overlapped)
         _, after = check(f, *args)
+        _, of_parameters = check(mlp, *fully_sharded(two_axes()))
+    assert of_xla(of_parameters) == 2
     assert after["jax_intranode_psum_scatter"] == after["jax_intranode_all_gather"] == 2
     assert after["all-gather"] == after["reduce-scatter"] == 0
     jax.clear_caches()

@@ -78,6 +78,29 @@ def overlapped(members: Sequence[Member], block: Any, sizes: Mapping[str, int]) 
     return left
 
 
+def at_the_ends(members: Sequence[Member], block: Any) -> set[int]:
+    """The numbers of the members that gather what needs no matmul, or sum what no matmul needs.
+
+    Such are the gathers of FSDP's parameters and the sums of gradients, which XLA can run next to
+    any matmul before or after.
+    """
+    multiplied: set[Any] = set()
+    needed: set[Any] = set()
+    all_of_block = operations(block)
+    for operation in all_of_block:
+        if _is_heavy(operation) or not multiplied.isdisjoint(operands(operation)):
+            multiplied.update(operation.results)
+    for operation in reversed(all_of_block):
+        if _is_heavy(operation) or not needed.isdisjoint(operation.results):
+            needed.update(operands(operation))
+    return {
+        m.number
+        for m in members
+        if any(one.value not in multiplied for one in m.gathered())
+        or (m.plan.sums and needed.isdisjoint(m.outputs()))
+    }
+
+
 def permutes(block: Any, program: Program) -> int:
     """How many operations of a block take a part of a dimension that stays sharded.
 

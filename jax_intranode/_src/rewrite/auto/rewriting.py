@@ -237,8 +237,8 @@ class _Rewriting:
                 self._mesh, self._call, self._fingerprint
             )
         if moves and reason is None and has_plans and not moves_on_cpus:
-            for *_, candidates in blocks:
-                self._overlapping(candidates)
+            for block, _, candidates in blocks:
+                self._overlapping(block, candidates)
             if not self._overlap:
                 self._program = Program(self._lowered, self._devices)
                 self._bodies = Bodies(self._bodies.name, self._program, self._site)
@@ -304,12 +304,13 @@ class _Rewriting:
             found.append((block, axes, self._added_up(block, candidates) if moves else candidates))
         return found
 
-    def _overlapping(self, candidates: Sequence[Candidate]) -> None:
+    def _overlapping(self, block: Any, candidates: Sequence[Candidate]) -> None:
         """Finds the members that become overlapped matmuls."""
         members = self._members(candidates)
+        of_xla = overlap.at_the_ends(members, block)
         sharing: dict[Any, list[Member]] = {}
         for member in members:
-            if not self._all_users_gather(member, members):
+            if member.number not in of_xla and not self._all_users_gather(member, members):
                 shared = member.shared() if member.gathered() else None
                 sharing.setdefault(shared or member.number, []).append(member)
         for together in sharing.values():

@@ -211,6 +211,13 @@ class Program:
                 return tuple(tuple(a for a in axes if a not in bound) for axes in found)
         return found
 
+    def changes_nothing(self, operation: Any) -> bool:
+        """Whether an operation is a reshard of an array that is sharded so already."""
+        if operation.name not in ("sdy.reshard", "sdy.sharding_constraint"):
+            return False
+        spec = self.spec(operation.operands[0])
+        return spec is not None and spec == self.spec(operation.results[0])
+
     def _spec_of(self, attribute: Any) -> Spec | None:
         if attribute not in self._specs:
             self._specs[attribute] = self._read(attribute)
@@ -325,13 +332,12 @@ class Program:
         """
         constrains = not any(o.name in _OF_MANY_RESULTS for o in walk(self._main))
         for _ in range(3):
-            own = list(self._sharded(self.module))
             again = Counter(what for what, _ in self._sharded(self._propagated(self.module)))
             if not again - wanted or not constrains:
                 return not again - wanted
             others = {what[:2] for what in again - wanted}
             lost = {what for what in wanted - again if what[:2] in others}
-            for what, result in own:
+            for what, result in list(self._sharded(self.module)):
                 if what in lost:
                     maker = result.owner.operation
                     uses = list(result.uses)

@@ -328,6 +328,8 @@ class _Rewriting:
         candidates: list[Candidate] = []
         gathered: set[Any] = set()
         for operation in operations(block):
+            if gathered.isdisjoint(operation.operands) and self._program.changes_nothing(operation):
+                continue  # JAX constrains each value over Explicit axes
             candidate = find(operation, self._program)
             if candidate is None:
                 continue

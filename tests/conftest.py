@@ -105,7 +105,11 @@ def pytest_report_header() -> str:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line("markers", "full: only the full tier runs this (pytest --full)")
+    for marker in (
+        "full: only the full tier runs this (pytest --full)",
+        "one_version: .ci/run leaves it out with the oldest Python: values, C++, commands, pages",
+    ):
+        config.addinivalue_line("markers", marker)
     gpus = sum(d.platform == "gpu" for d in jax.devices())
     # XLA takes long to optimize CPU code, of which the handlers that are tested are no part. The
     # full tier runs with the optimizations. Processes that tests start inherit the variable.

@@ -30,6 +30,8 @@ from jax_intranode._src.command_line.launcher.runs import MODES, ProgressLine
 from jax_intranode._src.command_line.options import WrongInput
 from jax_intranode._src.operations import RECORDS
 
+pytestmark = pytest.mark.one_version
+
 # Whole programs.
 
 

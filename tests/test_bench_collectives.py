@@ -17,6 +17,8 @@ from jax_intranode._src.command_line.bench.operations import OPERATIONS
 from jax_intranode._src.selection import select
 from jax_intranode._src.selection.overlap.profiles import H200
 
+pytestmark = pytest.mark.one_version
+
 # The oracle.
 
 

@@ -16,6 +16,8 @@ from jax_intranode._src.command_line.bench import matmuls as measure_matmul
 from jax_intranode._src.command_line.bench import oracle as matmul_oracle
 from jax_intranode._src.command_line.bench.operations import MATMULS, Shape
 
+pytestmark = pytest.mark.one_version
+
 
 @pytest.mark.parametrize(
     ("name", "backward", "algorithms"),

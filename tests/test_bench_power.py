@@ -12,6 +12,8 @@ from bench_settings import mesh_of_two, settings_of
 
 from jax_intranode._src.command_line.bench import power, report, timing
 
+pytestmark = pytest.mark.one_version
+
 WATTS, MHZ = (250, 300), (1700, 1500)
 
 

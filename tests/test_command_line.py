@@ -19,6 +19,8 @@ from jax_intranode import __main__ as command_line
 from jax_intranode import _host
 from jax_intranode._src.selection import config
 
+pytestmark = pytest.mark.one_version
+
 ROOT = Path(__file__).parent.parent
 # An editable installation finds the package by a hook that comes before PYTHONPATH.
 NO_EDITABLE = """import sys

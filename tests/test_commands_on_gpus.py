@@ -11,6 +11,8 @@ from test_topology import SWITCH_LINK, FakeNvml, bus_id
 from jax_intranode import __main__ as command_line
 from jax_intranode._src.command_line import doctor, info, machine
 
+pytestmark = pytest.mark.one_version
+
 
 class Node(FakeNvml):
     """A node with GPUs, as far as the commands ask about it."""

@@ -24,6 +24,8 @@ from processes import python
 import jax_intranode
 from jax_intranode._src.command_line import compare
 
+pytestmark = pytest.mark.one_version
+
 STEPS = 16
 Started = Callable[..., compare.Comparison]
 

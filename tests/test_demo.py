@@ -12,6 +12,8 @@ from jax_intranode._src.command_line import machine
 from jax_intranode._src.command_line.bench import command as bench
 from jax_intranode._src.command_line.bench.settings import Settings
 
+pytestmark = pytest.mark.one_version
+
 
 def rows_of(settings: Settings) -> list[dict[str, Any]]:
     """Rows as ranks would measure them; our calls take 10 µs."""

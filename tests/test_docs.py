@@ -13,7 +13,10 @@ from jax_intranode._src.selection import config
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("tools/*.md")])
 
-pytestmark = pytest.mark.skipif(not PAGES, reason="the pages are not here")
+pytestmark = [
+    pytest.mark.one_version,
+    pytest.mark.skipif(not PAGES, reason="the pages are not here"),
+]
 
 
 def without_code(text: str) -> str:

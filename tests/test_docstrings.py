@@ -15,7 +15,10 @@ PAGE = Path(__file__).resolve().parent.parent / "docs" / "api.rst"
 # Examples would disturb other tests, or depend on the machine or on what other tests have done.
 WITHOUT_EXAMPLE = {"last_failure", "register_ffi_library", "shutdown", "topology", "uninstall"}
 
-pytestmark = pytest.mark.skipif(not PAGE.exists(), reason="the docs are not here")
+pytestmark = [
+    pytest.mark.one_version,
+    pytest.mark.skipif(not PAGE.exists(), reason="the docs are not here"),
+]
 
 
 def run(text: str, names: dict[str, Any], name: str) -> int:

@@ -11,6 +11,8 @@ from devices import need_devices
 from processes import python
 from tiers import full
 
+pytestmark = pytest.mark.one_version
+
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
 
 

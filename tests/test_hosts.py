@@ -6,6 +6,8 @@ import pytest
 
 from jax_intranode._src.group import rendezvous
 
+pytestmark = pytest.mark.one_version
+
 
 def test_the_same_dev_shm_is_one_host(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     here = rendezvous._host("cpu")

@@ -32,6 +32,8 @@ from jax_intranode._src.selection import config, select
 sys.path.append(str(Path(__file__).parent / "multiprocess"))
 from multiprocess_ranks import run_in_ranks
 
+pytestmark = pytest.mark.one_version
+
 VARIABLE = {"JAX_INTRANODE_TOPOLOGY": "hybrid_cube_mesh"}
 DTYPES = ("float32", "bfloat16", "float16", "float64", "int8", "uint32", "int64")
 

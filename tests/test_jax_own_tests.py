@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.one_version
+
 TOOLS = Path(__file__).parent.parent / "tools"
 
 # A test that passes in both runs, one that passes without install() only, one with it only.

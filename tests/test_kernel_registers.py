@@ -14,6 +14,8 @@ from jax_intranode._src.native import extension
 from jax_intranode._src.selection import select
 from jax_intranode._src.selection.generations import HOPPER
 
+pytestmark = pytest.mark.one_version
+
 REGISTERS_OF_AN_SM = 65536
 THREADS = (64, 128, 256, 512)
 

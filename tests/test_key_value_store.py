@@ -13,6 +13,8 @@ from jax_intranode._src.group import key_value_store
 from jax_intranode._src.jax_private import distributed
 from jax_intranode._src.selection import config, quoting
 
+pytestmark = pytest.mark.one_version
+
 
 class FakeClient:
     """A dict with the errors of JAX's key-value client."""

@@ -22,6 +22,8 @@ from jax_intranode._src.command_line import machine
 from jax_intranode._src.group import nvml
 from jax_intranode._src.jax_private import distributed
 
+pytestmark = pytest.mark.one_version
+
 Launch = Callable[..., tuple[int, str, str]]
 
 COMMAND = (sys.executable, "-m", "jax_intranode", "launch", "--platform", "cpu", "-n", "2")

@@ -27,6 +27,8 @@ from jax_intranode._src.command_line.launcher.runs import (
 )
 from jax_intranode._src.command_line.launcher.service import coordination_service
 
+pytestmark = pytest.mark.one_version
+
 _SLEEP = "import time; time.sleep(60)"
 
 

@@ -18,6 +18,8 @@ import jax
 import pytest
 from native import programs as listed
 
+pytestmark = pytest.mark.one_version
+
 ROOT = Path(__file__).parent.parent
 NATIVE = Path(__file__).parent / "native"
 FLAGS = {

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.one_version
+
 TOOL = Path(__file__).parent.parent / "tools" / "other_programs.py"
 
 PROGRAM = """

@@ -18,6 +18,8 @@ from jax_intranode._src.selection.overlap.plan import Plan, describe_fields, par
 from jax_intranode._src.selection.overlap.profiles import H200, Profile
 from jax_intranode._src.selection.overlap.sizes import Sizes
 
+pytestmark = pytest.mark.one_version
+
 RING = 512 << 20
 
 

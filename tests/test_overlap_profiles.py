@@ -25,6 +25,8 @@ from jax_intranode._src.selection.overlap.plan import Plan
 from jax_intranode._src.selection.overlap.profiles import H200, H200_FACTS, GpuFacts, Profile
 from jax_intranode._src.selection.overlap.sizes import Sizes
 
+pytestmark = pytest.mark.one_version
+
 GATHER, SCATTER = "all_gather_matmul", "matmul_reduce_scatter"
 RING = 512 << 20
 

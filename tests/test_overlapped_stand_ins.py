@@ -36,6 +36,8 @@ from jax_intranode._src.ops.collective import (
 )
 from jax_intranode._src.selection.overlap.plan import Plan
 
+pytestmark = pytest.mark.one_version
+
 # Computes what an overlapped operation does, of: a site, axes, the request, the number of ranks.
 Compute = Callable[[Any, Any, overlapped_call.Request, int, Sequence[Any]], list[Any]]
 

@@ -18,6 +18,8 @@ import pytest
 from jax_intranode._src.health import peers
 from jax_intranode._src.native import extension
 
+pytestmark = pytest.mark.one_version
+
 SECRET = bytes(range(32))
 MAGIC = 0x57494E4A
 PEER = 1  # its number; this process is number 0

@@ -21,6 +21,8 @@ from tiers import quick
 
 import jax_intranode
 
+pytestmark = pytest.mark.one_version
+
 AUTO = [name for name in definitions.PROGRAMS if name.startswith("auto_")]
 PROGRAMS = {name: build for name, build in definitions.PROGRAMS.items() if name not in AUTO}
 LLAMAS = ("decode_8b_1", "decode_8b_16", "decode_70b_1", "decode_70b_16")

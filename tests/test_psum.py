@@ -21,6 +21,8 @@ from tiers import full
 import jax_intranode
 from jax_intranode._src.ops import all_reduce
 
+pytestmark = pytest.mark.one_version
+
 # These differ from cases that the quick tier runs in nothing but an algorithm or in a number.
 FULL = (
     *("trees-one_shot-300", "trees-two_shot-300", "random_program-0"),

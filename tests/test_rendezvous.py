@@ -18,6 +18,8 @@ from jax_intranode._src.group import agreed, key_value_store, rendezvous, slabs
 from jax_intranode._src.health import peers
 from jax_intranode._src.selection import quoting
 
+pytestmark = pytest.mark.one_version
+
 STRANGE = [
     None, True, -1, 0, 1, 2**70, 1e400, float("nan"), "", "x" * 5000, "\x00", "/../etc/passwd",
     "00", "zz", [], [[]], {}, {"error": ""}, {"error": "no"}, {"error": 7}, {"": None},

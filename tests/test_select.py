@@ -12,6 +12,8 @@ from jax_intranode._src.native import definitions
 from jax_intranode._src.operations import RECORDS
 from jax_intranode._src.selection import config, generations, select, table
 
+pytestmark = pytest.mark.one_version
+
 WORLDS = range(2, 9)
 # Hardware and process mode: whether one process has all devices.
 SETUPS = tuple(itertools.product(("cpu", "hopper"), ("single", "multi")))

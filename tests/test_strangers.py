@@ -27,7 +27,10 @@ from jax_intranode._src.native import extension
 
 _STRANGER = 65534
 
-pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="gives files to another user, as root")
+pytestmark = [
+    pytest.mark.one_version,
+    pytest.mark.skipif(os.geteuid() != 0, reason="gives files to another user, as root"),
+]
 
 
 @contextlib.contextmanager

@@ -21,6 +21,8 @@ import jax_intranode
 from jax_intranode._src import operations
 from jax_intranode._src.command_line import machine
 
+pytestmark = pytest.mark.one_version
+
 
 def program(*of: Call, shape: tuple[int, ...] = (4,), unedited: bool = False) -> chains.Program:
     order = (2, 0, 1, 3)

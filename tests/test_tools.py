@@ -41,6 +41,8 @@ from jax_intranode._src.selection.overlap import plan as overlap_plan
 from jax_intranode._src.selection.overlap.profiles import H200, Profile
 from jax_intranode._src.selection.table import Row
 
+pytestmark = pytest.mark.one_version
+
 ROOT = Path(__file__).parent.parent
 
 # `tools/bench.py --peers`.

@@ -11,6 +11,8 @@ import pytest
 from jax_intranode._src.group import topology as topo
 from jax_intranode._src.group.topology import LinkReport, Topology, TopologyKind
 
+pytestmark = pytest.mark.one_version
+
 # The direct links of a DGX-1 with V100: (i, j) -> links. Two linked quads and i <-> i + 4.
 DGX1 = {
     (0, 1): 1, (0, 2): 1, (0, 3): 2, (0, 4): 2, (1, 2): 2, (1, 3): 1, (1, 5): 2, (2, 3): 2,

@@ -19,6 +19,8 @@ from jax_intranode._src.group import rendezvous as rendezvous_lib
 from jax_intranode._src.native import definitions
 from jax_intranode._src.selection import table, tuning
 
+pytestmark = pytest.mark.one_version
+
 ONE, TWO = table.Row(0, "one_shot", 128, 256), table.Row(0, "two_shot", 256, 256)
 
 

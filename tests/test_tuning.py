@@ -21,6 +21,8 @@ from jax_intranode._src.native import definitions
 from jax_intranode._src.selection import select, table, tuning
 from jax_intranode._src.selection.overlap.profiles import H200, Profile
 
+pytestmark = pytest.mark.one_version
+
 ROW = table.Row(4096, "two_shot", 1, 1)
 
 

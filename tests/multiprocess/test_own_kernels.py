@@ -27,6 +27,8 @@ from jax_intranode._src.group import peer_buffer
 from jax_intranode._src.native import extension
 from jax_intranode._src.selection import config
 
+pytestmark = pytest.mark.one_version
+
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "custom_collective"
 MOST = 3000  # elements of a shift
 

@@ -4,6 +4,8 @@ import pytest
 from cases_of_processes import CASES
 from multiprocess_ranks import check_case, outcome_of_cases, worlds
 
+pytestmark = pytest.mark.one_version
+
 # The quick tier runs these of the cases that come in many dtypes, and these rows of the contract: a
 # transformation ends before a program is lowered, so the number of processes matters little to it.
 # Each process compiles each program: four processes get fewer cases.

@@ -23,6 +23,8 @@ import auto_corpus
 import jax_intranode
 from jax_intranode._src.jax_private import hlo
 
+pytestmark = pytest.mark.one_version
+
 
 @pytest.fixture(autouse=True)
 def any_size() -> Iterator[None]:

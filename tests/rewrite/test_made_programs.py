@@ -21,6 +21,8 @@ from jax.sharding import PartitionSpec as P
 import jax_intranode
 from jax_intranode._src.rewrite.collectives import Body
 
+pytestmark = pytest.mark.one_version
+
 N = len(jax.devices())
 ROWS, COLUMNS = 2, 2 * N  # of a device
 

@@ -18,7 +18,6 @@ from program_parts import (
     LATER_S,
     OPERATIONS,
     begin,
-    in_background,
     line,
     on,
     parts,
@@ -30,7 +29,6 @@ from program_parts import (
 )
 
 import jax_intranode
-from jax_intranode._src import timeouts
 from jax_intranode._src.jax_private import distributed
 from jax_intranode._src.native import extension
 
@@ -138,24 +136,6 @@ def raises_in_a_signal_handler() -> None:
     end_of_rank_0()
 
 
-def is_interrupted() -> None:
-    begin()
-    if rank() == 1:
-        in_background("sleep 1", f"kill -INT {os.getpid()}")
-        time.sleep(60)
-    attempt(lambda: read(total(2)))
-    end_of_rank_0()
-
-
-def is_needed_after_its_end() -> None:
-    begin()
-    if rank() == 1:
-        return
-    time.sleep(LATER_S)
-    attempt(lambda: read(total(2)))
-    end_of_rank_0()
-
-
 def is_needed_by_a_thread() -> None:
     """A daemon thread of rank 1 goes on when JAX has cleared its caches, and lowers again."""
     begin()
@@ -171,15 +151,6 @@ def is_needed_by_a_thread() -> None:
         time.sleep(1)
         return
     attempt(calls)
-    end_of_rank_0()
-
-
-def ends_while_it_is_waited_for() -> None:
-    begin()
-    if rank() == 1:
-        time.sleep(1)
-        return
-    attempt(lambda: read(total(2)))
     end_of_rank_0()
 
 
@@ -249,40 +220,14 @@ def is_needed_in_the_last_barrier() -> None:
     wait_in(total(2))
 
 
-def stop() -> None:
-    """Until rank 0 has said what it is told."""
-    in_background("sleep 30", f"kill -KILL {os.getpid()}")
-    os.kill(os.getpid(), signal.SIGSTOP)
-
-
-# How rank 1 may be lost.
-LOSSES: dict[str, Callable[[], None]] = {
-    "killed": lambda: os.kill(os.getpid(), signal.SIGKILL),
-    "exits": lambda: os._exit(0),
-    "shuts_down": lambda: (jax_intranode.shutdown(), time.sleep(LATER_S))[0],
-    "stops": stop,
-}
-
-
-def is_lost(how: str, *_: str) -> None:
-    """A child has the descriptors of the rank and outlives it, as a data loader's does."""
-    timeouts.SILENT_S = 3.0
+def is_lost_among_three() -> None:
+    """The other processes set up anew, with their devices."""
     begin()
     if rank() == 1:
         time.sleep(1)  # the others wait by then
-        if how == "killed" and os.fork() == 0:
-            time.sleep(20)
-            os._exit(0)
-        LOSSES[how]()
-        return
+        os.kill(os.getpid(), signal.SIGKILL)
     attempt(lambda: read(total(2)))
-    attempt(lambda: read(total(3)), "LATER")
-    attempt(lambda: jax_intranode.initialize(line()), "INITIALIZE")
-    if goes_on():
-        assert np.all(np.asarray(jnp.ones(4)) == 1)  # other work goes on
-    if jax.process_count() == 2:
-        end_of_rank_0()
-    # The other processes set up anew, with their devices.
+    assert np.all(np.asarray(jnp.ones(4)) == 1)  # other work goes on
     jax_intranode.shutdown()
     jax.clear_caches()
     assert jax_intranode.last_failure() is not None

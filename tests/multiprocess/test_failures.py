@@ -104,51 +104,6 @@ def check_matmul(mesh: Mesh, operation: str) -> None:
         assert (np.asarray(shard.data) == value).all()
 
 
-def failure_of(mesh: Mesh, attempt: Callable[[], None]) -> str:
-    """The error message that a user gets when an operation fails.
-
-    On CPUs it is the message of the exception. On GPUs the lost context raises XLA's own error.
-    Ours is logged, and raised by each later lowering of a psum.
-    """
-    with pytest.raises(Exception) as error:  # XLA chooses the type
-        attempt()
-    assert not isinstance(error.value, AssertionError), error.value
-    if jax.devices()[0].platform == "cpu":
-        return str(error.value)
-    for _ in range(40):
-        try:
-            rendezvous_lib.rendezvous_of(mesh.devices.flat)
-        except RuntimeError as failure:
-            return str(failure)
-        time.sleep(0.05)
-    raise AssertionError(f"no failure within 2 s; XLA says: {error.value}")
-
-
-def loses_a_rank(missing: int, exits: bool, operation: str) -> None:
-    logging.basicConfig(level=logging.INFO)
-    mesh = cases.line()
-    rank = jax.process_index()
-
-    def attempt(seed: int) -> None:
-        check_sum(mesh, seed) if operation == "psum" else check_matmul(mesh, operation)
-
-    before = extension.handler_calls()
-    attempt(0)
-    assert extension.handler_calls() > before, "ours did not run"
-    come("first", list(range(mesh.size)))
-    present = [r for r in range(mesh.size) if not exits or r != missing]
-    if rank == missing:
-        if exits:
-            os._exit(0)
-        come("over", [r for r in range(mesh.size) if r != missing])
-        leave(present)
-    say("FIRST", failure_of(mesh, lambda: attempt(1)))
-    say("LATER", failure_of(mesh, lambda: attempt(2)))
-    say("LATER", failure_of(mesh, lambda: attempt(3)))
-    come("over", [r for r in range(mesh.size) if r != missing])
-    leave(present)
-
-
 def waits_for_a_rank(mesh: Mesh, missing: int) -> None:
     """One rank comes late to the second call of a place, after the other has reported it."""
     program = jax.jit(cases.sharded(lambda v: jax_intranode.psum(v, "x"), mesh, P("x"), P()))
@@ -334,53 +289,6 @@ def falls_back_in_turn(environments: dict[str, list[dict[str, str]]]) -> None:
 
 
 # The tests.
-
-
-@pytest.mark.parametrize(
-    ("world", "missing", "exits", "operation"),
-    [
-        full(2, 1, True, "psum"),
-        full(2, 1, False, "psum"),
-        (2, 0, False, "psum"),
-        full(3, 1, True, "psum"),
-        (2, 1, True, "all_gather_matmul"),
-        (2, 0, False, "matmul_reduce_scatter"),
-        (2, 0, False, "all_gather_matmul in a kernel"),
-        (2, 1, True, "matmul_reduce_scatter in a kernel"),
-    ],
-    ids=[
-        "1_of_2_exits", "1_of_2_sleeps", "0_of_2_sleeps", "1_of_3_exits", "1_of_2_exits_gathering",
-        "0_of_2_sleeps_scattering", "0_of_2_sleeps_gathering_in_a_kernel",
-        "1_of_2_exits_scattering_in_a_kernel",
-    ],
-)  # fmt: skip
-def test_rank_that_leaves(
-    ranks: Any, world: int, missing: int, exits: bool, operation: str
-) -> None:
-    need_ranks(world)
-    if operation != "psum":
-        need_overlap()
-    if world > 2:
-        need_cpu("three ranks are tried on the CPU")
-    logs = ranks(loses_a_rank, world, env=ENV, arguments=[missing, exits, operation])
-    for rank, log in enumerate(logs):
-        if rank == missing:
-            continue
-        (first,) = lines(log, "FIRST")
-        name = operation.partition(" in a ")[0]
-        gone = (f"process {missing} (pid ", "has exited without notice")
-        late = (
-            name, f"timed out after {TIMEOUT_S}", f"rank {rank} (device ",
-            f"waited for rank {missing} (device ", "JAX_INTRANODE_TIMEOUT_S",
-        )  # fmt: skip
-        for part in gone if exits else late:
-            assert part in first, first
-        message = first[first.index("jax_intranode: ") :]
-        later = lines(log, "LATER")
-        assert len(later) == 2
-        assert all(message in text for text in later), (message, later)
-        if jax.devices()[0].platform == "gpu":
-            assert f"ERROR:jax_intranode:{message}" in log, "not logged"
 
 
 @pytest.mark.parametrize("late", [0, full(1)])

@@ -8,9 +8,13 @@ import numpy as np
 
 WORLDS = (2, 3, 4)
 
-# What the victim does. "stop" is SIGSTOP, "exit" is sys.exit and "os_exit" is os._exit. "delay" is
-# a second, and "late" is so long that the others report that they wait.
-FAULTS = ("kill", "stop", "exception", "exit", "os_exit", "delay", "late")
+# What the victim does. "stop" is SIGSTOP, "interrupt" is SIGINT, "exit" is sys.exit and "os_exit"
+# is os._exit. After "shutdown", jax_intranode.shutdown(), and "away" it lives, but makes no call.
+# "delay" is a second, and "late" is so long that the others report that they wait.
+FAULTS = (
+    *("kill", "stop", "exception", "interrupt", "exit", "os_exit", "shutdown", "away"),
+    *("delay", "late"),
+)
 
 # When it does so. A kernel runs eagerly first, is captured into a CUDA graph, and then replayed.
 PHASES = (
@@ -74,12 +78,17 @@ class Case:
     @property
     def dies(self) -> bool:
         """Whether the victim's process ends."""
-        return self.fault in ("kill", "exception", "exit", "os_exit")
+        return self.fault in ("kill", "exception", "interrupt", "exit", "os_exit")
+
+    @property
+    def raises(self) -> bool:
+        """Whether the victim ends by an exception."""
+        return self.fault in ("exception", "interrupt")
 
     @property
     def fails(self) -> bool:
         """Whether the others can't go on without the victim."""
-        return self.dies or self.fault == "stop"
+        return self.dies or self.fault in ("stop", "shutdown", "away")
 
     @property
     def exists(self) -> bool:
@@ -89,7 +98,11 @@ class Case:
         agreeing = self.operation == "unedited" and self.phase in ("lowering", "first_run")
         if self.fault == "late":
             return self.phase in _LATE_PHASES and not agreeing
-        return not (self.fault == "stop" and agreeing)
+        # Before the rendezvous has ended there is nothing to shut down. Later shutdown() waits for
+        # the programs of its process.
+        if self.fault == "shutdown" and (self.in_meeting or self.phase == "inside"):
+            return False
+        return not (self.fault in ("stop", "shutdown", "away") and agreeing)
 
     @property
     def before_watch(self) -> bool:

@@ -6,6 +6,7 @@ It tells what happens in lines of JSON, each with the time of the clock that all
 import contextlib
 import functools
 import json
+import logging
 import os
 import signal
 import subprocess
@@ -23,11 +24,12 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jax_intranode
+from jax_intranode._src import timeouts
 from jax_intranode._src.command_line.launcher import rank as launched
 from jax_intranode._src.group import key_value_store, rendezvous
 from jax_intranode._src.jax_private import distributed
 from jax_intranode._src.selection.overlap import choice
-from stress.faults import matrix
+from stress.faults import matrix, verdict
 from stress.faults.matrix import Case
 from stress.faults.operations import OPERATIONS, data
 
@@ -40,6 +42,8 @@ _ENDLESS, _LONG = 10**9, 3000
 # others are idle.
 _WAIT_S = 0.5
 _IDLE_S = 2.0
+# A victim that stays alive outlives the others.
+_AWAY_S = 600.0
 
 # The exit code of a process whose peers would not meet.
 _REFUSED = 4
@@ -78,6 +82,7 @@ class Rank:
                 settings.enter_context(jax_intranode.accelerate())
             if self._overlapped:
                 settings.enter_context(choice.forced(self._operation.plan))
+            self._again = functools.partial(jax_intranode.initialize, mesh)
             self._use(mesh)
 
     @property
@@ -105,6 +110,10 @@ class Rank:
     def _is_victim(self) -> bool:
         return self._rank == self._case.victim
 
+    @property
+    def _ends_in_order(self) -> bool:
+        return self._case.raises or self._case.fault == "exit"
+
     def _use(self, mesh: Mesh) -> None:
         def of_device(v: Any) -> Any:
             return self._operation.run(v, "x")
@@ -126,7 +135,7 @@ class Rank:
             self._check(once(v), 0)
             self._together("run")
         if self._case.phase == "inside":
-            ends = not self._case.fails or self._case.fault in ("exception", "exit")
+            ends = not self._case.fails or self._ends_in_order
             count = jax.make_array_from_callback(
                 (), NamedSharding(mesh, P()), lambda _: np.int32(_LONG if ends else _ENDLESS)
             )
@@ -146,7 +155,7 @@ class Rank:
         self.say("done")
 
     def _run_inside(self, program: Any, count: Any, v: Any) -> None:
-        if self._is_victim and self._case.fault in ("exception", "exit"):
+        if self._is_victim and self._ends_in_order:
             program(count, v)
             self.fail()  # without waiting for the result
         if self._is_victim and self._case.fault != "none":
@@ -157,7 +166,7 @@ class Rank:
         self._check(program(self._operand(mesh, turn)), turn)
 
     def _attempt(self, call: Callable[[], None]) -> None:
-        """Makes a call. When it raises, tells of it, of the next call's error, and raises."""
+        """Makes a call. When it raises, tells of it, of the next calls' errors, and raises."""
         self.say("begins")
         try:
             call()
@@ -165,13 +174,14 @@ class Rank:
             raise
         except Exception as error:
             self._tell(error)
-            self.say("begins")
-            try:
-                call()
-            except Exception as later:
-                self._tell(later)
-            else:
-                self.say("no later error")
+            for again in (call, self._again):
+                self.say("begins")
+                try:
+                    again()
+                except Exception as later:
+                    self._tell(later)
+                else:
+                    self.say("no later error")
             raise
 
     def _tell(self, error: Exception) -> None:
@@ -182,6 +192,8 @@ class Rank:
             type=type(error).__name__,
             text=str(error),
             failure=failure.message if failure is not None else "",
+            reason=failure and failure.reason,
+            missing=failure and failure.missing_process,
             found=failure.time + to_monotonic if failure is not None else None,
         )
 
@@ -227,6 +239,15 @@ class Rank:
                 os.kill(os.getpid(), signal.SIGSTOP)
             case "exception":
                 raise Injected("the injected fault")
+            case "interrupt":
+                signal.signal(signal.SIGINT, signal.default_int_handler)
+                os.kill(os.getpid(), signal.SIGINT)
+                time.sleep(_AWAY_S)
+            case "shutdown":
+                jax_intranode.shutdown()
+                time.sleep(_AWAY_S)
+            case "away":
+                time.sleep(_AWAY_S)
             case "exit":
                 sys.exit(3)
             case "os_exit":
@@ -272,6 +293,8 @@ def main() -> None:
         jax.config.update("jax_platforms", "cpu")
         jax.config.update("jax_num_cpu_devices", 1)
         jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    logging.basicConfig()
+    timeouts.SILENT_S = verdict.SILENT_S
     launched.join_at_first_use()
     Rank(case, rank, events).run()
 

@@ -5,6 +5,8 @@ import re
 from stress.faults.job import TIMEOUT_S, Process, Seen
 from stress.faults.matrix import Case
 
+# A process that has not been heard for so long is stopped. Only the fault "stop" waits for that.
+SILENT_S = 3.0
 # From the end of a process to the failure of the others.
 _DEAD_S = 1.0
 # The same if it ends in order. Its peers first wait 3 s (kPatience in xla_ffi/health/timeouts.h),
@@ -15,6 +17,17 @@ _GOODBYE_S = 4.0
 _XLA_ASKS_S = 5.1
 # From the exception to the end of a process that does not catch it.
 _END_S = 8.0
+# What the others say of a fault, and the reason in last_failure().
+_SAID = {
+    "kill": ("has exited without notice", "peer_gone"),
+    "os_exit": ("has exited without notice", "peer_gone"),
+    "exception": ("has failed: Injected: the injected fault", "peer_gone"),
+    "interrupt": ("has failed: KeyboardInterrupt", "peer_gone"),
+    "exit": ("has come to the end of its program", "peer_gone"),
+    "shutdown": ("has called jax_intranode.shutdown()", "peer_gone"),
+    "stop": ("has shown no sign of life for 3 s: it is stopped", "peer_stopped"),
+    "away": (f"timed out after {TIMEOUT_S:.0f} s", "timeout"),
+}
 # The types of exceptions that tell of a failure.
 _TYPES = ("CommunicationError", "JaxRuntimeError", "XlaRuntimeError", "ValueError")
 
@@ -66,11 +79,15 @@ def _of_waiting(case: Case, process: Process) -> list[str]:
 
 
 def _of_victim(case: Case, process: Process) -> list[str]:
-    expected = {"kill": -9, "exception": 1, "exit": 3, "os_exit": 3}.get(case.fault)
-    if case.before_watch and case.fault in ("exception", "exit"):
+    expected = {"kill": -9, "exception": 1, "interrupt": -2, "exit": 3, "os_exit": 3}.get(
+        case.fault
+    )
+    if case.before_watch and (case.raises or case.fault == "exit"):
         return []  # it waits in JAX's last barrier
     if expected is not None and process.exit_code != expected:
         return [f"the victim's exit code is {process.exit_code}, not {expected}"]
+    if case.raises and "ERROR:jax_intranode" in process.log:
+        return ["the victim logs that the others fail because of it"]
     return []
 
 
@@ -97,6 +114,15 @@ def _of_survivor(
             found.append(f"the error does not name process {case.victim}: {error['text']}")
         if error["event"] == "error" and not _names(case, error["failure"]):
             found.append(f"last_failure() does not name it: {error['failure']}")
+        if error["event"] == "error" and not case.in_meeting:
+            said, reason = _SAID[case.fault]
+            if said not in error["text"]:
+                found.append(f"the error does not say {said!r}: {error['text']}")
+            # Of several, one may have failed before because of the victim, and passes that on.
+            alone = case.world == 2
+            if alone and (error["reason"], error["missing"]) != (reason, case.victim):
+                record = f"{error['reason']}, process {error['missing']}"
+                found.append(f"last_failure() has {record}, not {reason}, process {case.victim}")
     if first["event"] == "error" and "jax_intranode" not in first["text"]:
         found.append(f"the error is not ours: {first['text']}")
     last = (process.log.rstrip().splitlines() or [""])[-1]
@@ -111,13 +137,13 @@ def _of_survivor(
     limit += _XLA_ASKS_S if platform == "gpu" else 0
     if waited > limit:
         found.append(f"the error came after {waited:.2f} s; the limit is {limit:.2f} s")
-    if case.fault == "stop" and not case.in_meeting and waited < TIMEOUT_S - 0.5:
+    if case.fault == "away" and not case.in_meeting and waited < TIMEOUT_S - 0.5:
         found.append(f"the error came after {waited:.2f} s, before JAX_INTRANODE_TIMEOUT_S")
     if process.first("no later error") is not None:
         found.append("the call after the error raised none")
-    if len(errors) > 1:
-        began = process.all("begins")[-1]["time"]
-        later = errors[1]["time"] - began
+    for error in errors[1:]:
+        began = max(e["time"] for e in process.all("begins") if e["time"] <= error["time"])
+        later = error["time"] - began
         if later > slack * _DEAD_S:
             found.append(f"the next error came after {later:.2f} s")
     assert process.ended is not None
@@ -139,4 +165,6 @@ def _limit(case: Case) -> float:
         return TIMEOUT_S + 12
     if case.dies:
         return _GOODBYE_S if case.fault == "exit" else _DEAD_S
-    return TIMEOUT_S + 1
+    if case.fault == "shutdown":
+        return _DEAD_S
+    return (SILENT_S if case.fault == "stop" else TIMEOUT_S) + 1

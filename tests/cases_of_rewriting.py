@@ -1,6 +1,7 @@
 """Cases of rewritten programs with a process per device, and of ranks that do not agree."""
 
 import contextlib
+import dataclasses
 import functools
 import logging
 import time
@@ -156,9 +157,14 @@ def one_rank_is_late_to_its_first_call() -> None:
     """It loads data, say. The others wait for it, and say so."""
     jax_intranode.install()
     multihost_utils.sync_global_devices("installed")
-    with mock.patch.object(timeouts, "FIRST_WAIT_S", 0.1), warnings() as said:
+    soon = dataclasses.replace(config.get(), report_after_s=1.0)
+    with (
+        mock.patch.object(timeouts, "FIRST_WAIT_S", 0.1),
+        mock.patch.object(config, "get", lambda: soon),
+        warnings() as said,
+    ):
         if jax.process_index() == 1:
-            time.sleep(config.get().report_after_s + 1)
+            time.sleep(soon.report_after_s + 1)
         assert sums(summing(), columns_of(4)) == 1
     if jax.process_index() == 0:
         assert any("for process 1 to lower the same program: it has" in text for text in said), said

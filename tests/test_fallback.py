@@ -97,7 +97,7 @@ def test_what_install_leaves_is_logged_once_a_call_site(
     )
 
 
-def values_and_algorithms() -> dict[str, Any]:
+def values_and_algorithms() -> dict[tuple[int, str], Any]:
     """Those of functions whose rules are our own, with gradients."""
     x, w = (jnp.arange(8.0 * N * N).reshape(s) % 7 for s in ((2 * N, 4 * N), (4 * N, 2 * N)))
     wide, two, scale = jnp.ones((N * N, 16)), jnp.ones((2, 16)), jnp.ones(16)
@@ -141,6 +141,9 @@ def values_and_algorithms() -> dict[str, Any]:
     return found
 
 
+usual_values_and_algorithms = functools.cache(values_and_algorithms)
+
+
 @pytest.mark.parametrize(
     "setting",
     [
@@ -153,7 +156,7 @@ def values_and_algorithms() -> dict[str, Any]:
 )
 def test_settings_of_jax_do_not_turn_our_functions_off(setting: Any) -> None:
     need_devices(2)
-    usual = values_and_algorithms()
+    usual = usual_values_and_algorithms()
     jax.clear_caches()
     with setting():
         assert values_and_algorithms() == usual

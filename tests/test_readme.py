@@ -27,6 +27,8 @@ def programs() -> dict[str, str]:
 
 PROGRAMS = programs()
 OF_PROCESSES = [name for name, text in PROGRAMS.items() if "jax.distributed.initialize" in text]
+# .ci/run runs those of the other pages once, after pytest.
+QUICK = ("layer.py", "process_per_gpu.py")
 
 
 # Runs each program in a fork of a process that has imported the package, which takes longer than
@@ -57,12 +59,17 @@ def missing_modules(program: str) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def ran(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[str, str]]:
-    """The exit code and the output of each program of one process."""
+def ran(
+    tmp_path_factory: pytest.TempPathFactory, pytestconfig: pytest.Config
+) -> dict[str, tuple[str, str]]:
+    """The exit code and the output of each program of one process that this tier runs."""
     need_devices(2)
     folder = tmp_path_factory.mktemp("programs")
     names = [
-        n for n, text in PROGRAMS.items() if n not in OF_PROCESSES and not missing_modules(text)
+        name
+        for name, text in PROGRAMS.items()
+        if name not in OF_PROCESSES and not missing_modules(text)
+        if name in QUICK or pytestconfig.getoption("full")
     ]
     for name in names:
         (folder / name).write_text(PROGRAMS[name])
@@ -81,7 +88,7 @@ def test_both_kinds_of_programs_are_there() -> None:
     assert 0 < len(OF_PROCESSES) < len(PROGRAMS), list(PROGRAMS)
 
 
-@pytest.mark.parametrize("name", [name for name in PROGRAMS if name not in OF_PROCESSES])
+@pytest.mark.parametrize("name", quick([p for p in PROGRAMS if p not in OF_PROCESSES], QUICK))
 def test_one_process(name: str, ran: dict[str, tuple[str, str]]) -> None:
     if missing := missing_modules(PROGRAMS[name]):
         pytest.skip(f"{missing[0]} is not installed")
@@ -97,7 +104,7 @@ def test_the_output_in_the_readme(ran: dict[str, tuple[str, str]]) -> None:
     assert ran["layer.py"][1].startswith(shown)
 
 
-@pytest.mark.parametrize("name", quick(OF_PROCESSES, OF_PROCESSES[:1]))
+@pytest.mark.parametrize("name", quick(OF_PROCESSES, QUICK))
 def test_process_per_device(name: str, tmp_path: Path) -> None:
     need_devices(2)
     (tmp_path / name).write_text(PROGRAMS[name])

@@ -119,11 +119,11 @@ def ends_while_it_computes(how: str) -> None:
         atexit.register(jax.distributed.shutdown)
     results = []
     if how == "in_a_thread":
-        thread = threading.Thread(target=lambda: results.append(last_step(10.0)))
+        thread = threading.Thread(target=lambda: results.append(last_step(6.0)))
         thread.start()
         thread.join()
     else:
-        results.append(last_step(10.0))
+        results.append(last_step(6.0))
     if rank() == 0:
         say(read(results[0]))
     results.clear()

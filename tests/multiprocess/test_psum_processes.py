@@ -26,6 +26,7 @@ QUICK = {
     "random_permutes": ("0",),
     "ragged_of_random_tables": ("2-0", "2-1", "2-3"),
     "ragged_of_tables_in_a_loop": ("2",),
+    "experts_of_random_routings": ("2-1", "2-4"),
     "random_programs_in_turn": (),
     "graphs_of_segments_in_turn": (),
     "independent_calls_of_unequal_cost": (),
@@ -48,6 +49,7 @@ QUICK_OF_FOUR = QUICK | {
     "random_permutes": ("10",),
     "ragged_of_random_tables": ("4-3",),
     "ragged_of_tables_in_a_loop": (),
+    "experts_of_random_routings": ("4-3",),
     "sums_on_two_nodes": ("shared_memory",),
 }
 

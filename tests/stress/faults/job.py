@@ -20,7 +20,7 @@ from jax_intranode._src.command_line.launcher.service import coordination_servic
 from jax_intranode._src.native import extension
 from stress.faults.matrix import Case
 
-# JAX_INTRANODE_TIMEOUT_S of the processes, and where the others must not give up before.
+# JAX_INTRANODE_TIMEOUT_S of the processes where they give up by it, and where they are to be told.
 TIMEOUT_S = 4.0
 _LONG_TIMEOUT_S = 60.0
 # How long a survivor may take from the fault to its end; and a job in all, with its start.
@@ -95,7 +95,7 @@ def run(case: Case, platform: str, slack: float) -> Seen:
 
 
 def _environment(case: Case, platform: str, rank: int, coordinator: str) -> dict[str, str]:
-    patient = case.fault == "late" or (case.fault == "stop" and not case.in_meeting)
+    patient = case.fault != "away" and not case.in_meeting
     environment = {
         **rank_env(rank, case.world, coordinator, [rank] if platform == "gpu" else [0]),
         "JAX_INTRANODE_TIMEOUT_S": str(_LONG_TIMEOUT_S if patient else TIMEOUT_S),

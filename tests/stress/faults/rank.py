@@ -294,7 +294,8 @@ def main() -> None:
         jax.config.update("jax_num_cpu_devices", 1)
         jax.config.update("jax_cpu_collectives_implementation", "gloo")
     logging.basicConfig()
-    timeouts.SILENT_S = verdict.SILENT_S
+    if case.fault == "stop":
+        timeouts.SILENT_S = verdict.SILENT_S
     launched.join_at_first_use()
     Rank(case, rank, events).run()
 

@@ -28,6 +28,7 @@ and around a figure of a sentence, of all rows together (of collectives, of rows
 
     ratios FILE/NAME...     the lowest and the highest ratio of these runs
     fused FILE/NAME...      as ratios: the program that is only accelerated, to ours
+    gains FILE/PROGRAM...   how much longer each program takes with the faster `jax.lax`, in percent
 
 All but `everything` show the newest measured version of jax: a table, of GPUs of any number; a
 figure, of that file. So new rows change the pages without an edit. For `ratios`, if `jax.lax` took
@@ -192,15 +193,23 @@ def _number(key: str, form: str = ".2f", scale: float = 1) -> Column:
     return lambda row: "" if row[key] is None else format(row[key] * scale, form)
 
 
-def _time(name: str, digits: int = 2, scale: float = 1) -> Column:
-    """The median, and the 99th percentile in parentheses."""
+def _time(name: str, digits: int = 2, scale: float = 1, last: bool = True) -> Column:
+    """The median, "?" if it is doubtful, and perhaps the 99th percentile in parentheses."""
+    doubted = (name or "ours_").replace("_", " ")  # as in "lax spread 56%"
 
     def cell(row: Row) -> str:
         p50, p99 = (row[f"{name}time{kind}_us"] for kind in ("", "_p99"))
-        shown = [f"{time * scale:.{digits}f}" for time in (p50, p99) if time is not None]
-        return f"{shown[0]} ({shown[1]})" if len(shown) == 2 else "".join(shown)
+        if p50 is None:
+            return ""
+        doubtful = any(doubt.startswith(doubted) for doubt in row["doubts"] or ())
+        text = f"{p50 * scale:.{digits}f}" + " ?" * doubtful
+        return f"{text} ({p99 * scale:.{digits}f})" if last and p99 is not None else text
 
     return cell
+
+
+def _together(*columns: Column) -> Column:
+    return lambda row: ", ".join(filter(None, (of(row) for of in columns)))
 
 
 def _quotient(above: str, below: str) -> Column:
@@ -212,10 +221,18 @@ def _quotient(above: str, below: str) -> Column:
 
 
 def _hidden(row: Row) -> str:
-    """The share of the exposed communication that is hidden, beside the faster `jax.lax`."""
-    ours, none = row["time_us"], row["none_time_us"]
-    lax = min(filter(None, (row["lax_time_us"], row["lax_tuned_time_us"])), default=0)
-    return f"{(lax - ours) / (lax - none):.0%}" if ours and none and lax > none else ""
+    """The share of the exposed communication that is hidden, beside the faster `jax.lax`.
+
+    "-" where ours is faster than the program without communication.
+    """
+    ours, none, lax = row["time_us"], row["none_time_us"], _faster_lax(row)
+    if not ours or not none or lax <= none:
+        return ""
+    return "-" if ours < none else f"{(lax - ours) / (lax - none):.0%}"
+
+
+def _faster_lax(row: Row) -> float:
+    return min(filter(None, (row["lax_time_us"], row["lax_tuned_time_us"])), default=0)
 
 
 def _runs_as(row: Row) -> str:
@@ -233,10 +250,8 @@ _COLLECTIVE: dict[str, Column] = {
     "ours": _time(""),
     "`jax.lax`": _time("lax_"),
     **_RATIO,
-    "spread": _number("spread", ".1%"),
-    "spread of lax": _number("lax_spread", ".1%"),
-    "SMs": _number("sms", "d"),
-    "link": _number("link_share", ".0%"),
+    "spreads": _together(_number("spread", ".1%"), _number("lax_spread", ".1%")),
+    "SMs, link": _together(_number("sms", "d"), _number("link_share", ".0%")),
     "runs as": _runs_as,
 }
 _MATMUL: dict[str, Column] = {
@@ -250,7 +265,7 @@ _MATMUL: dict[str, Column] = {
 }
 _TIMES = {"lax": "lax_", "lax tuned": "lax_tuned_", "ours": "", "none": "none_"}
 _PROGRAM: dict[str, Column] = {
-    **{title: _number(f"{name}time_us", ".3f", 1e-3) for title, name in _TIMES.items()},
+    **{title: _time(name, 3, 1e-3, last=False) for title, name in _TIMES.items()},
     **_RATIO,
     "tuned / ours": _quotient("lax_tuned_time_us", "time_us"),
     "hidden": _hidden,
@@ -287,19 +302,24 @@ def _markdown(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 def _table(nodes: dict[str, list[Row]], columns: dict[str, Column] | None, first: str = "") -> str:
-    """Returns a table with the columns of each node that are not empty."""
+    """Returns a table with the columns of each node that are not empty.
+
+    The head names each node before its columns, or, if there is one, in the first cell.
+    """
     rows = [row for rows in nodes.values() for row in rows]
     if columns is None:
         kinds = {"program": _ALL_OF_PROGRAM, "m": _MATMUL}
         columns = next((of for key, of in kinds.items() if rows[0][key]), _COLLECTIVE)
     names = dict.fromkeys(map(_what, sorted(rows, key=lambda row: row["size"] or 0)))
-    head, cells = [first], [[name] for name in names]
+    one = ": ".join(filter(None, (*nodes, first))) if len(nodes) == 1 else ""
+    head, cells = [one or first], [[name] for name in names]
     for node, of_node in nodes.items():
         by_name = {_what(row): row for row in of_node}
         for title, cell in columns.items():
             texts = [cell(by_name[name]) if name in by_name else "" for name in names]
             if any(texts):
-                head.append(f"{node}: {title}" if node and node not in "".join(head) else title)
+                named = f"{node}: " * (node not in "".join(head))
+                head.append(named + title)
                 for line, text in zip(cells, texts, strict=True):
                     line.append(text)
     return _markdown(head, cells)
@@ -342,8 +362,12 @@ def operations(names: Sequence[str], folder: Path) -> str:
             text if alike else f"{', '.join(those)}: {text}" for text, those in versions.items()
         )
         unit, first = ("ms", f"M {_BY} K {_BY} N") if row["m"] else ("\N{MICRO SIGN}s", "size")
+        columns, kinds = None, {_runs_as(row) for rows in nodes.values() for row in rows}
+        if not row["m"] and len(kinds) == 1 and any(kinds):  # a column of one word
+            columns = {title: of for title, of in _COLLECTIVE.items() if title != "runs as"}
+            of_nodes += f"; runs as {kinds.pop()}"
         head = f"**`{row['operation']}`**, {row['dtype']}; {of_nodes}; times in {unit}:"
-        tables.append(f"{head}\n\n{_table(nodes, None, first)}")
+        tables.append(f"{head}\n\n{_table(nodes, columns, first)}")
     return "\n".join(tables)
 
 
@@ -431,9 +455,18 @@ def fused(names: Sequence[str], folder: Path) -> str:
     return _range([row["unedited_time_us"] / row["time_us"] for row in rows])
 
 
+def gains(names: Sequence[str], folder: Path) -> str:
+    """Returns how much longer each program takes with the faster `jax.lax`."""
+    found = []
+    for file, program in (name.split("/") for name in names):
+        row = newest(folder, program)[" ".join(file.upper().split("_"))][-1]
+        found.append(f"{(_faster_lax(row) / row['time_us'] - 1) * 100:.0f}")
+    return f"{' and '.join(found)} %"
+
+
 # The page.
 
-_KINDS = (operations, programs, losses, everything, ratios, fused)
+_KINDS = (operations, programs, losses, everything, ratios, fused, gains)
 _MAKE = {kind.__name__: kind for kind in _KINDS}
 
 

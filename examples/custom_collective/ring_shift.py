@@ -4,7 +4,8 @@
 
 Builds ring_shift.cu (with nvcc for GPUs, else with the C++ compiler), registers it, runs it on all
 devices, and compares the result and the gradient with jax.lax.ppermute. `docs/own_kernels.md`
-explains each part.
+explains each part. It runs in one process, for all its devices: with a process per GPU, build once
+before, and call register() and make() in each process.
 """
 
 import argparse

@@ -38,9 +38,10 @@ from jax_intranode._src.group import topology
 
 DESCRIPTION = (
     "Checks whether this package works on this node: versions, driver, links, memory, shared "
-    "memory, and a test with two ranks in both process modes. Each check says what was found and "
-    "what to do about it. Ends with what runs each operation and size. The exit code is 1 if a "
-    "check fails, else 0; a warning is not a failure. Takes about 20 seconds."
+    "memory, the results of all collectives while matmuls run, and a test with two ranks in both "
+    "process modes. Each check says what was found and what to do about it. Ends with what runs "
+    "each operation and size. The exit code is 1 if a check fails, else 0; a warning is not a "
+    "failure. Takes about 20 seconds."
 )
 EXAMPLES = """\
 python -m jax_intranode doctor

@@ -32,7 +32,9 @@ def initialize(mesh: jax.sharding.Mesh | None = None) -> None:
     compiled elsewhere needs this call before it is loaded. Calling it again does nothing.
 
     Each combination of mesh axes of size 2 or more takes one of the 8 regions of the devices'
-    memory, used or not: a mesh of three axes takes 7.
+    memory, used or not: a mesh of three axes takes 7. A mesh of four axes leaves none for permutes
+    and for some combinations, whose calls then fall back. Don't call it there: programs take only
+    the regions that they need.
 
     Args:
         mesh: the mesh; by default, one axis over all devices.

@@ -98,9 +98,10 @@ def moe_dispatch(
     what the experts have made of them.
 
     Nothing is ever dropped if `capacity` is None. Then `received` has room for the case that all
-    tokens of all ranks come here; the log says how many bytes that is. With a `capacity` rows
-    are kept in the order of their position on their rank, then of the rank. So where there is no
-    room, all experts lose rows alike.
+    tokens of all ranks come here; the log says at level INFO how many bytes that is. With a
+    `capacity` the first tokens of each rank keep their rows: position 0 of all ranks, then position
+    1, until the room is full. Other dtypes, ``jax.export`` and groups that span hosts fall back to
+    an ``all_gather`` of all tokens.
 
     Differentiable with respect to `tokens` and `weights`. The gradient of the tokens is one
     exchange, as by `moe_combine` with weights of 1.
@@ -113,8 +114,8 @@ def moe_dispatch(
             travel as float32.
         axis_name: the name of a mapped axis, or a tuple of names, with ranks in row-major order.
         num_experts: E, a multiple of the number of ranks.
-        capacity: the rows of `received`; None for n * T * min(k, E / n), as many as there can be
-            if the experts of a token differ.
+        capacity: the rows of `received`, for all experts of this rank; None for
+            n * T * min(k, E / n), as many as there can be if the experts of a token differ.
 
     Returns:
         ``received, group_sizes, state``: an array [capacity, H], whose rows behind the last one are
@@ -189,7 +190,8 @@ def moe_combine(outputs: ArrayLike, state: MoeState) -> jax.Array:
     dropped count as zeros.
 
     Differentiable with respect to `outputs` and to the weights that `moe_dispatch` got. Both
-    gradients come from one exchange, which dispatches the gradient of the result. The backward pass
+    gradients come from one exchange, which dispatches the gradient of the result. That of the
+    weights also takes a reduce-scatter, in the backward pass of `moe_dispatch`. The backward pass
     keeps `state` and, for the gradient of the weights, `outputs`.
 
     Args:

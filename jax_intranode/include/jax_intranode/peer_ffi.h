@@ -11,7 +11,7 @@
 //       .Arg<ffi::Buffer<ffi::F32>>().Ret<ffi::Buffer<ffi::F32>>().Attr<int64_t>("shift"));
 //   JAX_INTRANODE_PEER_LIBRARY();   // once in a library
 //
-// `jax_intranode.register_ffi_library(path, {"ring_shift": "RingShiftHandler"}, platform)`
+// `jax_intranode.register_ffi_library(path, {"ring_shift": "RingShiftHandler"}, platform="gpu")`
 // registers it, and `PeerBuffer.ffi_call("ring_shift", ...)` calls it. That adds the attributes
 // which name the buffer and the call; Bind() reads them.
 //

@@ -161,8 +161,8 @@ class Config:
         0,
         "a positive integer",
         "not set",
-        "collectives of larger arrays than the table or the memory allows run in segments of at "
-        "most so many KiB, instead of falling back; a `ppermute` has to fit one epoch buffer",
+        "an array that is too large for the table or the memory runs in segments of at most so "
+        "many KiB, and does not fall back; not in a `ppermute`",
         _positive(int),
     )
     fuse_norms: str = _variable(

@@ -146,8 +146,8 @@ SOUND = {
     "machine_test": {"full": [""]},
     # Ranks, operations, and how much of their behaviours.
     "collectives_model": {
-        "quick": ["sound 2 3 quick", "sound 2 4 mesh"],
-        "full": ["sound 2 4 quick", "sound 2 8 mesh"],
+        "quick": ["sound 2 3 quick", "sound 2 4 mesh", "sound 2 1 few_rows"],
+        "full": ["sound 2 4 quick", "sound 2 8 mesh", "sound 2 2 few_rows"],
         "long": [
             "sound 2 4 full",
             "sound 2 6 quick",
@@ -241,6 +241,17 @@ _COLLECTIVES = [
     "sent_early",  # a segment is sent before the one whose place it takes has been read
     "odd_segments",  # of two phases: the next operation may take the place of an unread segment
     "no_reduce_fence",  # two-shot: sums may take a place before the arming that made room for them
+]
+
+# Of two kernels: the first one sends, and the second one awaits.
+_FEW_ROWS = [
+    "one_epoch_buffer",
+    "never_armed",
+    "first_word_only",
+    "one_not_awaited",  # the sum takes what is there of one rank
+    "cleared_early",  # the second kernel clears the busy words before it has read the packets
+    "ended_by_first",  # the first kernel advances the epoch
+    "first_early",  # a first kernel begins before the second one of the operation before has ended
 ]
 
 _CUBE_MESH = [
@@ -400,6 +411,11 @@ BROKEN = (
     ]
     + [("collectives_model", variant + " 3 3", "long", _ENDS_WRONG) for variant in _COLLECTIVES]
     + [("collectives_model", variant + " 4 3 mesh", "quick", _ENDS_WRONG) for variant in _CUBE_MESH]
+    + [
+        ("collectives_model", f"{variant} {ranks} 3 few_rows", tier, _ENDS_WRONG)
+        for variant in _FEW_ROWS
+        for ranks, tier in [(2, "quick"), (3, "full")]
+    ]
     + [
         ("collectives_model", "idle_epochs 2 6 mesh", "quick", _ENDS_WRONG),
     ]

@@ -9,8 +9,10 @@
 // are norms (kernels/norm_protocol.h), of rows of one pack. Some run in segments. Of both,
 // sequences of 3 ranks have at most 3 operations. The epoch wraps on the way. `depth` is "full";
 // "quick", which runs some of the sequences; "every_access", which leaves out no interleaving
-// (machine.h), with packets of two words; or "mesh": 2 or 4 ranks are a hybrid cube mesh with quads
-// of 1 or 2 ranks, and all operations are of that algorithm.
+// (machine.h), with packets of two words; "mesh": 2 or 4 ranks are a hybrid cube mesh with quads of
+// 1 or 2 ranks, and all operations are of that algorithm; or "few_rows": sums of products of few
+// rows (kernels/few_rows.h), alone and mixed with the other operations. Their first kernel is a
+// block that runs beside those of the second one.
 //
 // Checked are all results, that no rank waits for ever, that ranks write only into slabs of peers
 // and that all slabs are empty at the end. Variants other than "sound" break the protocol on
@@ -21,6 +23,7 @@
 #include "half_packets.h"
 #include "tests/native/kernel_of.h"
 #include "totals.h"
+#include "xla_ffi/kernels/few_rows.h"
 #include "xla_ffi/kernels/hybrid_cube_mesh.h"
 #include "xla_ffi/kernels/norm_protocol.h"
 #include "xla_ffi/kernels/segments.h"
@@ -52,6 +55,7 @@ struct Variant {
   bool no_release, no_acquire, wrong_relay;
   bool no_segment_release, no_segment_acquire, short_segment;
   bool sent_early, no_reduce_fence, odd_segments;
+  bool one_not_awaited, cleared_early, ended_by_first, first_early;
 };
 Variant broken;
 
@@ -65,8 +69,9 @@ struct LateArm {
 // What threads access without the machine. All of it belongs to the state.
 struct Local {
   uint32_t out[kMostRanks][kMostOperations][kMostRanks * kMostPacks * 4];
-  LateArm late[kMostRanks * kMostBlocks][kMostLate];
-  int late_count[kMostRanks * kMostBlocks];
+  LateArm late[kMostRanks * (kMostBlocks + 1)][kMostLate];
+  int late_count[kMostRanks * (kMostBlocks + 1)];
+  uint32_t started[kMostRanks];  // first kernels of few rows: the operation of the last one, plus 1
 };
 Local local;
 
@@ -99,6 +104,11 @@ struct ModelThread {
   void Admit() const {}
 };
 
+// A thread of the second kernel of few rows: the first one has marked the operation as begun.
+struct TakingThread : ModelThread {
+  void Enter(uint32_t*, uint32_t*) {}
+};
+
 struct ModelGroup : jin::Group {
   char* EpochBuffer(int of_rank, uint32_t epoch) const {
     if (broken.wrong_epoch && of_rank == rank) ++epoch;
@@ -112,6 +122,8 @@ struct MaybeBroken : Packets {
   static constexpr bool kFloating = !std::is_same_v<Packets, jin::FlaggedPackets>;
   static bool TryGet(char* slot, size_t i, jin::Pack* p) {
     const bool all = Packets::TryGet(slot, i, p);
+    // Epoch buffers have 32 words or 64, and slot 0 is the first of them.
+    if (broken.one_not_awaited && model::TheMemory().shared(slot) % 32 == 0) return true;
     return kFloating && broken.first_word_only ? p->word[0] != jin::kEmpty : all;
   }
   static void Arm(char* slot, size_t i) {
@@ -190,6 +202,7 @@ class Sequence {
     memset(&local, 0, sizeof local);
     machine_.AddLocalMemory(local.out, sizeof local.out);
     if (broken.armed_late) machine_.AddLocalMemory(&local, sizeof local);
+    machine_.AddLocalMemory(local.started, sizeof local.started);
     model::TheMemory() = {&machine_, [this](const void* at) { return WordAt(at); }};
     for (int r = 0; r < ranks_; ++r) {
       for (size_t k = 0; k < plans_.size(); ++k) {
@@ -203,6 +216,8 @@ class Sequence {
         for (size_t i = 0; i < n; ++i) inputs_[r][k].words[i] = Value(r, k, i, plan.floating);
       }
     }
+    for (const Plan& plan : plans_) few_rows_ |= plan.algorithm == jin::Algorithm::kFewRows;
+    blocks_ += few_rows_;  // the last one is the first kernel's
     machine_.AddBlocks(ranks_, blocks_, [this](int r, int b) { RunBlock(r, b); });
     machine_.OnEnd([this] { CheckEnd(); });
     machine_.NameWords([this](size_t word) { return NameOf(word); });
@@ -311,6 +326,31 @@ class Sequence {
                 static_cast<int>(jin::NormProtocol::kReduceScatter) ==
                     static_cast<int>(jin::Algorithm::kReduceScatter) + 1);
 
+  // Both kernels of few rows, which run at the same time. The product is the input.
+  template <class Type, int N>
+  void RunFewRows(int block, const ModelGroup& g, const jin::Buffer& call, int k) {
+    using Body = jin::FewRows<Type, N, MaybeBroken<jin::HalfPackets>>;
+    TakingThread t{{block, plans_[k].blocks}};
+    jin::RegionHeader* const h = g.Header();
+    const uint32_t operation = k + 1;
+    if (block == blocks_ - 1) {
+      for (int b = 0; b < t.blocks; ++b) t.ModelThread::Enter(&h->busy[b], &h->closed);
+      const uint32_t epoch = jin::Load(&h->epoch[0]);
+      if (broken.ended_by_first) jin::Store(&h->epoch[0], epoch + 1);
+      local.started[g.rank] = operation;
+      for (size_t i = call.Packs(); i-- > 0;) {
+        Body::Send(g, epoch, call.Packs() * Body::Packets::kBytes, i, call.Load(i));
+      }
+    } else if (block < t.blocks) {
+      machine_.Await([&] { return local.started[g.rank] == operation; });
+      const uint32_t epoch = jin::Begin(t, g);
+      if (broken.cleared_early) jin::End(t, g, epoch);
+      Body::Take(t, g, call, epoch);
+      if (jin::Load(&h->busy[block]) != 1) machine_.Fail("wrong: runs, but is not marked as begun");
+      jin::End(t, g, epoch);
+    }
+  }
+
   // Quads of the even and of the odd ranks; an even rank's relay is the next one.
   jin::Links LinksOf(int rank) const {
     jin::Links links{0, rank ^ 1};
@@ -329,14 +369,17 @@ class Sequence {
     for (size_t k = 0; k < plans_.size(); ++k) {
       const Plan& plan = plans_[k];
       const int late = local.late_count[machine_.current()];
-      if (block < plan.blocks) {
+      const jin::Buffer call{inputs_[rank][k].words, local.out[rank][k],
+                             static_cast<size_t>(16 * plan.packs)};
+      if (plan.algorithm == jin::Algorithm::kFewRows) {
+        ranks_ == 2 ? RunFewRows<jin::F32, 2>(block, group, call, static_cast<int>(k))
+                    : RunFewRows<jin::F32, 0>(block, group, call, static_cast<int>(k));
+      } else if (block < plan.blocks) {
         ModelThread thread{block, plan.blocks};
-        const jin::Buffer call{inputs_[rank][k].words, local.out[rank][k],
-                               static_cast<size_t>(16 * plan.packs)};
         if (plan.norm && !jin::OnlyCopies(plan.algorithm)) {
           ranks_ == 2 ? RunNorm<2>(thread, group, call, plan)
                       : RunNorm<0>(thread, group, call, plan);
-        } else if (every_access_) {
+        } else if (every_access_ || few_rows_) {
           RunKernel<jin::F32, 0, jin::HalfPackets>(thread, group, call, plan);
         } else if (ranks_ == 2 && plan.floating) {
           RunKernel<jin::F32, 2>(thread, group, call, plan);
@@ -347,7 +390,9 @@ class Sequence {
         }
       }
       ArmLate(late);
-      EndKernel(rank, static_cast<int>(k));
+      // Broken: a first kernel begins while the second one before it runs.
+      const bool first = few_rows_ && block == blocks_ - 1;
+      if (!(broken.first_early && first)) EndKernel(rank, static_cast<int>(k));
       if (block == 0) EndOperation(rank, static_cast<int>(k));
     }
   }
@@ -356,7 +401,7 @@ class Sequence {
   // CPU a fence does the same (host/host_group.cc).
   void EndKernel(int rank, int operation) {
     if (!broken.no_acquire) machine_.AcquireFence();
-    machine_.Barrier(operation * ranks_ + rank, blocks_);
+    machine_.Barrier(operation * ranks_ + rank, blocks_ - (broken.first_early && few_rows_));
     if (!broken.no_release) machine_.ReleaseFence();
   }
 
@@ -371,7 +416,7 @@ class Sequence {
       const uint32_t expected = jin::OnlyCopies(algorithm)
                                     ? Value(static_cast<int>(i / shard), k, in, plan.floating)
                                     : Sum(ranks_, k, in, plan.floating);
-      if (every_access_ && i % 4 >= 2) continue;
+      if ((every_access_ || few_rows_) && i % 4 >= 2) continue;  // of half packets
       if (local.out[rank][k][i] != expected) {
         machine_.Fail("wrong: the result of operation " + std::to_string(k) + " (" +
                       jin::AlgorithmName(plan.algorithm) + ") on rank " + std::to_string(rank));
@@ -410,6 +455,7 @@ class Sequence {
   const size_t epoch_buffer_bytes_, words_;
   const bool every_access_;
   int blocks_ = 1;
+  bool few_rows_ = false;
   std::vector<std::unique_ptr<Aligned[]>> memory_;
   std::vector<char*> regions_;
   Input inputs_[kMostRanks][kMostOperations];
@@ -467,28 +513,36 @@ int main(int argc, char** argv) {
        {"sent_early", {&Variant::sent_early}},
        {"no_reduce_fence", {&Variant::no_reduce_fence}},
        {"odd_segments", {&Variant::odd_segments}},
-       {"wrong_relay", {&Variant::wrong_relay}}});
+       {"wrong_relay", {&Variant::wrong_relay}},
+       {"one_not_awaited", {&Variant::one_not_awaited}},
+       {"cleared_early", {&Variant::cleared_early}},
+       {"ended_by_first", {&Variant::ended_by_first}},
+       {"first_early", {&Variant::first_early}}});
   const bool mesh = totals.more == "mesh", every_access = totals.more == "every_access";
+  const bool few_rows = totals.more == "few_rows";
   if (!known || ranks < 2 || ranks > (mesh ? 4 : 3) || (mesh && ranks % 2 != 0) || operations < 1 ||
       operations > kMostOperations) {
     printf("unknown variant, not 2 or 3 ranks, not 2 or 4 of a mesh, or too many operations\n");
     return 2;
   }
-  // A hybrid cube mesh runs neither segments nor norms.
-  const int patterns = every_access ? 1 : mesh ? 4 : kPatterns;
+  // A hybrid cube mesh runs neither segments nor norms, and nor do sums of few rows.
+  const int patterns = every_access || few_rows ? 1 : mesh ? 4 : kPatterns;
+  const int kinds = few_rows ? 2 : kKinds;  // few rows, or one of the others
   for (int pattern = 0; pattern < patterns; ++pattern) {
     const int length = ranks > 2 && !mesh && IsLong(pattern) ? std::min(operations, 3) : operations;
     int combinations = 1;
-    for (int k = 0; k < length && !mesh; ++k) combinations *= kKinds;
+    for (int k = 0; k < length && !mesh; ++k) combinations *= kinds;
     for (int combination = 0; combination < combinations; ++combination) {
       // The quick check takes sequences of one kind, and some others.
-      const bool same = mesh || combination % ((combinations - 1) / (kKinds - 1)) == 0;
+      const bool same = mesh || few_rows || combination % ((combinations - 1) / (kKinds - 1)) == 0;
       if (totals.more == "quick" && !same && combination % 11 != pattern) continue;
       std::vector<Plan> plans;
       std::string names = "pattern " + std::to_string(pattern);
-      for (int k = 0, c = combination; k < length; ++k, c /= kKinds) {
-        const jin::Algorithm kind =
-            mesh ? jin::Algorithm::kHybridCubeMesh : kCollectives[c % kKinds];
+      for (int k = 0, c = combination; k < length; ++k, c /= kinds) {
+        const jin::Algorithm kind = mesh         ? jin::Algorithm::kHybridCubeMesh
+                                    : !few_rows  ? kCollectives[c % kKinds]
+                                    : c % 2 == 0 ? jin::Algorithm::kFewRows
+                                                 : kCollectives[(combination + k) % kKinds];
         plans.push_back(PlanOf(pattern, k, kind));
         names += std::string(" ") + jin::AlgorithmName(kind);
       }

@@ -28,11 +28,12 @@ from jax_intranode._src.rewrite.auto.program import Program
 from jax_intranode._src.rewrite.jaxprs import rewrite_shard_map
 
 _NORMS = frozenset(each.plain for each in norm_rules.PRIMITIVES.values())
-# Calls that have no collective which is not overlapped.
+# Matmuls that overlap with all of their collectives.
 _OVERLAPPED = frozenset(
     each.plain
     for each in (
-        *(collective_matmul.all_gather_matmul_p, collective_matmul.matmul_reduce_scatter_p),
+        collective_matmul.all_gather_matmul_p,
+        collective_matmul.matmul_reduce_scatter_p,
         collective_matmul.gradients_of_all_gather_matmul_p,
         collective_matmul.gradients_of_matmul_reduce_scatter_p,
     )

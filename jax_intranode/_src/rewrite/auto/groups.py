@@ -19,6 +19,7 @@ from jax.extend.mlir import ir
 
 from jax_intranode._src.rewrite.auto.modules import (
     FENCES,
+    RESHARDS,
     names_around,
     number,
     operands,
@@ -167,7 +168,7 @@ def _is_computed(value: Any) -> bool:
     return made_by is not None
 
 
-_SAME_MEMORY = frozenset({"stablehlo.reshape", "sdy.reshard", "sdy.sharding_constraint"})
+_SAME_MEMORY = RESHARDS | {"stablehlo.reshape"}
 
 
 @dataclass(eq=False)

@@ -17,6 +17,9 @@ FENCES = frozenset(
     | {"func.return", "return", "stablehlo.return", "sdy.return"}
 )
 
+# Operations that only say how an array is sharded.
+RESHARDS = frozenset({"sdy.reshard", "sdy.sharding_constraint"})
+
 
 class Unsuitable(Exception):
     """A program that can't be rewritten; the text says why."""

@@ -9,16 +9,15 @@ take the same part of it is scattered. A gather that a matmul and weight gradien
 from collections.abc import Sequence
 from typing import Any
 
-from jax_intranode._src.rewrite.auto.modules import dot_dimensions, number, owner
+from jax_intranode._src.rewrite.auto.modules import RESHARDS, dot_dimensions, number, owner
 from jax_intranode._src.rewrite.auto.operations import Candidate
 from jax_intranode._src.rewrite.auto.plans import Gather, Spec
 from jax_intranode._src.rewrite.auto.program import ELEMENTWISE, Program
 
 _DOTS = frozenset({"stablehlo.dot_general", "stablehlo.dot"})
-_SAME = frozenset({"sdy.reshard", "sdy.sharding_constraint"})
 # They neither change shapes nor widen what is sent.
 _MOVABLE = ELEMENTWISE | {"stablehlo.negate", "stablehlo.maximum", "stablehlo.minimum"}
-_LOCAL = _MOVABLE | _SAME | {"stablehlo.convert"}
+_LOCAL = _MOVABLE | RESHARDS | {"stablehlo.convert"}
 
 
 def move(program: Program) -> None:
@@ -28,7 +27,7 @@ def move(program: Program) -> None:
             _scatter(operation, program)
     _drop(program)
     for operation in program.all():
-        if operation.name in _SAME and number(operation) in program.added:
+        if operation.name in RESHARDS and number(operation) in program.added:
             _sink(operation, program)
     _drop(program)
 
@@ -36,12 +35,10 @@ def move(program: Program) -> None:
 def _drop(program: Program) -> None:
     """Erases added reshards that do nothing any more."""
     for operation in program.all():
-        if operation.name in _SAME and number(operation) in program.added:
-            (value,), (result,) = operation.operands, operation.results
-            if program.spec(value) == program.spec(result):
-                result.replace_all_uses_with(value)
-                program.added.discard(number(operation))
-                operation.erase()
+        if number(operation) in program.added and program.changes_nothing(operation):
+            operation.results[0].replace_all_uses_with(operation.operands[0])
+            program.added.discard(number(operation))
+            operation.erase()
 
 
 def _finer(part: Spec | None, whole: Spec | None) -> bool:
@@ -72,7 +69,7 @@ def _scatter(dot: Any, program: Program) -> None:
         for node in (dot, *nodes):
             program.set_spec(node, part)
         for node in nodes:
-            if node.name not in _SAME:
+            if node.name not in RESHARDS:
                 program.add_reshards(node, [part] * len(node.operands))
 
 
@@ -80,7 +77,7 @@ def _users(value: Any, spec: Spec, parts: set[Spec], nodes: list[Any], program: 
     """Whether all users, behind elementwise operations, take a part; `parts` gets which."""
     for use in value.uses:
         user = use.owner.operation
-        if user.name in _SAME and number(user) in program.added:
+        if user.name in RESHARDS and number(user) in program.added:
             parts.add(program.spec(user.results[0]) or ())
         elif user.name not in _LOCAL or program.spec(user.results[0]) != spec:
             return False
@@ -103,7 +100,7 @@ def _sink(gather: Any, program: Program) -> None:
         if part is None or whole is None or len(uses) != 1 or not _finer(part, whole):
             return
         user = uses[0].owner.operation
-        if user.name in _SAME and program.spec(user.results[0]) == whole:
+        if user.name in RESHARDS and program.spec(user.results[0]) == whole:
             user.operands[0] = value  # which gathers now
             gather.erase()
             return

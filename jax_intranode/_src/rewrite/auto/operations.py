@@ -18,7 +18,7 @@ from jax_intranode._src import reasons
 from jax_intranode._src.jax_private import mlir_text
 from jax_intranode._src.operations import COLLECTIVE, of_kind
 from jax_intranode._src.rewrite.auto import partitioner, plans
-from jax_intranode._src.rewrite.auto.modules import dot_dimensions, integer, number, splat
+from jax_intranode._src.rewrite.auto.modules import RESHARDS, dot_dimensions, integer, number, splat
 from jax_intranode._src.rewrite.auto.plans import Axes, Gather, Labels, Plan, Sum
 from jax_intranode._src.rewrite.auto.program import Program
 
@@ -113,7 +113,7 @@ def kind_of(operation: Any) -> Kind | None:
         return _dot_general(operation)
     if operation.name == "stablehlo.reduce":
         return _reduce(operation)
-    if operation.name in ("sdy.reshard", "sdy.sharding_constraint"):
+    if operation.name in RESHARDS:
         rank = len(ir.RankedTensorType(operation.results[0].type).shape)
         labels = tuple(range(rank))
         return Kind("reshard", ("reshard",), Labels((labels,), labels), lambda x: x, 1)

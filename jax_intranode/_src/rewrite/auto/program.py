@@ -20,6 +20,7 @@ from jax_intranode._src import reasons
 from jax_intranode._src.rewrite.auto import simplified
 from jax_intranode._src.rewrite.auto.modules import (
     NUMBER,
+    RESHARDS,
     Unsuitable,
     as_bytecode,
     functions_of,
@@ -163,7 +164,7 @@ class Program:
     def set_spec(self, operation: Any, spec: Spec) -> None:
         """Shards the only result of an operation like this."""
         new = self._sharding(spec)
-        if operation.name in ("sdy.reshard", "sdy.sharding_constraint"):
+        if operation.name in RESHARDS:
             operation.attributes["sharding"] = new
         else:
             operation.attributes["sdy.sharding"] = sdy.TensorShardingPerValueAttr.get([new])
@@ -213,7 +214,7 @@ class Program:
 
     def changes_nothing(self, operation: Any) -> bool:
         """Whether an operation is a reshard of an array that is sharded so already."""
-        if operation.name not in ("sdy.reshard", "sdy.sharding_constraint"):
+        if operation.name not in RESHARDS:
             return False
         spec = self.spec(operation.operands[0])
         return spec is not None and spec == self.spec(operation.results[0])
@@ -236,7 +237,7 @@ class Program:
                 raise Unsuitable(reasons.ARGUMENT.of(name=around.name))
             return _per_value(around, "sdy.sharding", index)
         operation = owner.operation
-        if operation.name in ("sdy.reshard", "sdy.sharding_constraint"):
+        if operation.name in RESHARDS:
             return operation.attributes["sharding"]
         name = "out_shardings" if operation.name == "sdy.manual_computation" else "sdy.sharding"
         return _per_value(operation, name, ir.OpResult(value).result_number)
@@ -289,7 +290,7 @@ class Program:
         """
         reshards = 0
         for operation in walk(self._main):
-            if operation.name in ("sdy.reshard", "sdy.sharding_constraint"):
+            if operation.name in RESHARDS:
                 reshards += operation.name == "sdy.reshard"
                 if self.spec(operation.operands[0]) != self.spec(operation.results[0]):
                     return False

@@ -33,6 +33,7 @@ from jax_intranode._src.rewrite.auto import groups, moved, overlap, plans, tails
 from jax_intranode._src.rewrite.auto.bodies import Bodies
 from jax_intranode._src.rewrite.auto.groups import Group, Member
 from jax_intranode._src.rewrite.auto.modules import (
+    RESHARDS,
     Unsuitable,
     manual_axes_attribute,
     names_around,
@@ -291,17 +292,16 @@ class _Rewriting:
 
     def _blocks(self, moves: bool) -> list[Any]:
         """The blocks of the program, with their manual axes and candidates."""
-        if not moves:
-            return [
-                (block, axes, self._candidates(block)) for block, axes in self._program.blocks()
-            ]
-        moved.move(self._program)
+        if moves:
+            moved.move(self._program)
         found = []
         for block, axes in self._program.blocks():
             candidates = self._candidates(block)
-            if moves and moved.share(candidates, self._program):
-                candidates = self._candidates(block)
-            found.append((block, axes, self._added_up(block, candidates) if moves else candidates))
+            if moves:
+                if moved.share(candidates, self._program):
+                    candidates = self._candidates(block)
+                candidates = self._added_up(block, candidates)
+            found.append((block, axes, candidates))
         return found
 
     def _overlapping(self, block: Any, candidates: Sequence[Candidate]) -> None:
@@ -461,7 +461,7 @@ class _Rewriting:
                         return False
                     if candidate.plan.operands[use.operand_number] != spec:
                         return False
-                elif user.name in ("sdy.reshard", "sdy.sharding_constraint"):
+                elif user.name in RESHARDS:
                     if self._program.spec(user.results[0]) != spec:
                         return False
                     values.append(user.results[0])

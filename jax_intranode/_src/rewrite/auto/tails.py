@@ -11,7 +11,7 @@ from typing import Any
 from jax import lax
 from jax.extend.mlir import ir
 
-from jax_intranode._src.rewrite.auto.modules import FENCES, number, operands, owner, splat
+from jax_intranode._src.rewrite.auto.modules import FENCES, RESHARDS, number, operands, owner, splat
 from jax_intranode._src.rewrite.auto.operations import aval, kind_of
 from jax_intranode._src.rewrite.auto.plans import Spec, local_size
 from jax_intranode._src.rewrite.auto.program import Program
@@ -31,7 +31,6 @@ _ELEMENTWISE: dict[str, Callable[..., Any]] = {
     "stablehlo.sqrt": lax.sqrt,
 }
 _ROOTS = frozenset({"stablehlo.rsqrt", "stablehlo.sqrt", "stablehlo.power"})
-_SAME = frozenset({"sdy.sharding_constraint", "sdy.reshard"})
 
 
 @dataclass(frozen=True)
@@ -138,7 +137,7 @@ class _Reader:
     def _step(self, operation: Any, value: Any) -> int | float:
         name, spec = operation.name, self._spec(value)
         first = operation.operands[0]
-        if name in _SAME:
+        if name in RESHARDS:
             self._check(self._spec(first) == spec)
             return self.read(first)
         found = aval(value)
@@ -231,7 +230,7 @@ def tails(
             if number(operation) in members:
                 break
             dependent.update(operation.results)
-            if operation.name in _SAME and residual is None:
+            if operation.name in RESHARDS and residual is None:
                 own[number(operation)] = operation
             elif residual is None:
                 if operation.name != "stablehlo.add":

@@ -32,6 +32,7 @@ import jax_intranode
 from jax_intranode._src.health import call_sites
 from jax_intranode._src.jax_private import hlo, lowering_hooks
 from jax_intranode._src.ops import fallback
+from jax_intranode._src.rewrite import sums
 from jax_intranode._src.rewrite.auto import (
     bodies,
     groups,
@@ -145,6 +146,44 @@ def test_gathers_and_sums_next_to_matmuls(monkeypatch: pytest.MonkeyPatch) -> No
         calls = jax_intranode.explain(f)(*args)
     sent = [c.shapes for c in calls if c.operation in ("all_gather", "psum_scatter")]
     assert sorted(sent) == [((1, 8 // (N // 2), 16),)] * 2 + [((1, 8, 16),)] * 2
+
+
+def test_rows_behind_large_sums_are_divided(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tensor-parallel stack sends what a sequence-parallel one sends, where sums are large."""
+    mesh = two_axes()
+    p = weights(mesh, *TENSOR_PARALLEL) | {"scale": put(mesh, normal(3, 16))}
+    x = put(mesh, normal(2, 2, 8, 16), "data")
+
+    def layer(p: Any, x: Any) -> Any:
+        normed = x * lax.rsqrt((x**2).mean(-1, keepdims=True) + 1e-5) * (1 + p["scale"])
+        return x + constrained(mesh, mlp(p, normed), "data", None, None)
+
+    gradient = jax.grad(lambda p, x: (layer(p, layer(p, x)) ** 2).sum(), argnums=(0, 1))
+    monkeypatch.setattr(rewriting, "moves_on_cpus", True)
+    _, small = check(gradient, p, x)
+    assert small["jax_intranode_psum_scatter"] == 0
+    jax.clear_caches()
+    monkeypatch.setattr(sums, "OVERLAPPED_BYTES", 0)
+    _, large = check(gradient, p, x)
+    assert of_xla(large) == 0
+    # Two layers, forward and backward. The first layer has all of x.
+    assert large["jax_intranode_psum_scatter"] == 4
+    assert large["jax_intranode_all_gather"] == 4
+
+
+@pytest.mark.parametrize("whole", [1, 2])
+def test_rows_that_are_needed_whole(whole: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows are divided if that sends no more than the sum."""
+    p, x = tensor_parallel()
+    monkeypatch.setattr(rewriting, "moves_on_cpus", True)
+    monkeypatch.setattr(sums, "OVERLAPPED_BYTES", 0)
+
+    def f(p: Any, x: Any) -> Any:
+        y = mlp(p, x)
+        return [jnp.sort(of(y), axis=0) for of in (jnp.sin, jnp.cos)[:whole]]
+
+    _, after = check(f, p, x)
+    assert after["jax_intranode_psum_scatter"] == (whole == 1)
 
 
 @pytest.mark.parametrize("other", [False, True])

@@ -4,20 +4,41 @@ Propagation shards elementwise operations as their users need them. So a gather 
 product with a norm's weight, not before the matmul after that, and a sum may be whole although each
 user takes a part of it. Here a gather moves behind elementwise operations, and a sum whose users
 take the same part of it is scattered. A gather that a matmul and weight gradients need becomes one.
+And rows that all devices compute alike behind large sums are divided among them.
 """
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
-from jax_intranode._src.rewrite.auto.modules import RESHARDS, dot_dimensions, number, owner
-from jax_intranode._src.rewrite.auto.operations import Candidate
-from jax_intranode._src.rewrite.auto.plans import Gather, Spec
+from jax.extend.mlir import ir
+
+from jax_intranode._src.rewrite import sums
+from jax_intranode._src.rewrite.auto.modules import (
+    RESHARDS,
+    dot_dimensions,
+    names_around,
+    number,
+    owner,
+)
+from jax_intranode._src.rewrite.auto.operations import Candidate, aval
+from jax_intranode._src.rewrite.auto.plans import Gather, Spec, dot_labels, local_size
 from jax_intranode._src.rewrite.auto.program import ELEMENTWISE, Program
 
 _DOTS = frozenset({"stablehlo.dot_general", "stablehlo.dot"})
 # They neither change shapes nor widen what is sent.
 _MOVABLE = ELEMENTWISE | {"stablehlo.negate", "stablehlo.maximum", "stablehlo.minimum"}
 _LOCAL = _MOVABLE | RESHARDS | {"stablehlo.convert"}
+# Each element of the result needs one element of each operand.
+_BY_ELEMENT = _LOCAL | {
+    f"stablehlo.{name}"
+    for name in (
+        *("abs", "and", "compare", "cosine", "exponential", "exponential_minus_one", "log"),
+        *("log_plus_one", "logistic", "not", "or", "power", "rsqrt", "sine", "sqrt", "tanh"),
+    )
+}
+# The elements of new sums are few if so many times as many would still not be more than before.
+_MANY = 8
 
 
 def move(program: Program) -> None:
@@ -25,6 +46,7 @@ def move(program: Program) -> None:
     for operation in program.all():
         if operation.name in _DOTS:
             _scatter(operation, program)
+    _Division(program).apply()
     _drop(program)
     for operation in program.all():
         if operation.name in RESHARDS and number(operation) in program.added:
@@ -48,14 +70,168 @@ def _finer(part: Spec | None, whole: Spec | None) -> bool:
     return all(p[: len(w)] == w for p, w in zip(part, whole, strict=True))
 
 
+# Rows.
+
+
+class _Division:
+    """Divides rows that all devices compute alike behind large sums, as sequence parallelism does.
+
+    Such a sum is scattered, and where an operation needs all of a value, mostly a matmul, the value
+    is gathered. Both can overlap with matmuls. Together they send as much as the whole sum does.
+    If they would send more, nothing is divided; a few small sums, as of a norm's gradients, may come
+    on top.
+    """
+
+    def __init__(self, program: Program):
+        self._program = program
+        self._parts: dict[Any, Spec] = {}  # the results that are divided, and how
+        self._whole: list[tuple[Any, int]] = []  # the operations and operands that need all rows
+        self._summed = self._added = 0  # elements of the sums, and of those that dividing adds
+        for operation in program.all():
+            part = self._of_user(operation) or self._of_sum(operation)
+            if part:
+                self._parts[operation.results[0]] = part
+
+    def apply(self) -> None:
+        """Divides the rows."""
+        program, parts = self._program, self._parts
+        wholes = {value: program.spec(value) for value in parts}
+        gathered = {operation.operands[index] for operation, index in self._whole}
+        if max(sum(map(_elements, gathered)), _MANY * self._added) > self._summed:
+            return
+        for value, part in parts.items():
+            operation = owner(value)
+            program.set_spec(operation, part)
+            if operation.name in _BY_ELEMENT - RESHARDS:
+                program.add_reshards(operation, [part] * len(operation.operands))
+        gathers: dict[Any, Any] = {}
+        for operation, index in self._whole:
+            value = operation.operands[index]
+            if value not in gathers:
+                new = program.resharded(value, wholes[value], before=operation)
+                new.move_after(owner(value))
+                gathers[value] = new.results[0]
+            operation.operands[index] = gathers[value]
+
+    def _of_sum(self, dot: Any) -> Spec | None:
+        """How the sum of a dot is divided; None if it is small, or no sum of activations."""
+        if dot.name not in _DOTS or names_around(dot):
+            return None
+        if dot_dimensions(dot)[0][0] != (len(_shape(dot.operands[0])) - 1,):  # of gradients
+            return None
+        of, spec = aval(dot.results[0]), self._program.spec(dot.results[0])
+        axes = _summed(dot, self._program)
+        if of is None or spec is None or not axes or {*axes} & {a for each in spec for a in each}:
+            return None
+        if of.size * of.dtype.itemsize <= sums.OVERLAPPED_BYTES:
+            return None
+        for dimension in range(of.ndim - 1):  # the last one is no dimension of rows
+            part = _divided(spec, dimension, axes)
+            if local_size(of.shape, part, dict(self._program.mesh.shape)) is not None:
+                self._summed += of.size
+                return part
+        return None
+
+    def _of_user(self, operation: Any) -> Spec | None:
+        """How the result of an operation is divided that uses divided rows; None if it is not."""
+        own = [i for i, value in enumerate(operation.operands) if value in self._parts]
+        part = self._of_rows(operation, own) if own else ()
+        if part is None:
+            self._whole += [(operation, index) for index in own]
+        return part
+
+    def _of_rows(self, operation: Any, own: Sequence[int]) -> Spec | None:
+        """The same. Empty if the result is not divided; None if the operation needs all rows."""
+        first, *others = [operation.operands[index] for index in own]
+        part, whole, name = self._parts[first], self._program.spec(first), operation.name
+        ((dimension, axes),) = [
+            (i, new[len(old) :])
+            for i, (new, old) in enumerate(zip(part, whole, strict=True))
+            if new != old
+        ]
+        if name in _DOTS:
+            return self._of_dot(operation, own, dimension, axes)
+        if len(operation.results) != 1 or any(self._parts[other] != part for other in others):
+            return None
+        spec = self._program.spec(operation.results[0])
+        if name in _BY_ELEMENT:
+            if spec == part:
+                return ()  # it takes its part already
+            return part if spec == whole else None
+        if name == "stablehlo.broadcast_in_dim":
+            dimension = ir.DenseI64ArrayAttr(operation.attributes["broadcast_dimensions"])[
+                dimension
+            ]
+        elif name == "stablehlo.transpose":
+            order = [*ir.DenseI64ArrayAttr(operation.attributes["permutation"])]
+            dimension = order.index(dimension)
+        elif name == "stablehlo.reshape":
+            before, after = (_shape(value) for value in (first, operation.results[0]))
+            places = [
+                i
+                for i, size in enumerate(after)
+                if size == before[dimension]
+                and math.prod(after[:i]) == math.prod(before[:dimension])
+            ]
+            if not places:
+                return None
+            dimension = places[-1]
+        elif name == "stablehlo.reduce":
+            reduced = [*ir.DenseI64ArrayAttr(operation.attributes["dimensions"])]
+            if dimension in reduced:
+                self._added += _elements(operation.results[0])
+                return ()
+            dimension -= sum(each < dimension for each in reduced)
+        else:
+            return None
+        return None if spec is None else _divided(spec, dimension, axes)
+
+    def _of_dot(self, dot: Any, own: Sequence[int], dimension: int, axes: Any) -> Spec | None:
+        """What `_of_rows` returns for a dot, the first of whose own operands is divided there."""
+        specs = [self._program.spec(value) for value in dot.operands]
+        labels = dot_labels(*dot_dimensions(dot), [len(spec or ()) for spec in specs])
+        label, result = labels.operands[own[0]][dimension], self._program.spec(dot.results[0])
+        if len(own) == 2:
+            other = (
+                self._parts[dot.operands[1]][labels.operands[1].index(label)]
+                if label in labels.operands[1]
+                else ()
+            )
+            if label in labels.result or other[-len(axes) :] != axes:
+                return None
+            self._added += _elements(dot.results[0])
+            return ()
+        if label not in labels.result or result is None or any(specs[1 - own[0]] or ()):
+            return None
+        return _divided(result, labels.result.index(label), axes)
+
+
+def _shape(value: Any) -> list[int]:
+    return list(ir.RankedTensorType(value.type).shape)
+
+
+def _elements(value: Any) -> int:
+    return math.prod(_shape(value))
+
+
+def _divided(spec: Spec, dimension: int, axes: Any) -> Spec:
+    """A sharding that divides one dimension over more axes."""
+    return (*spec[:dimension], (*spec[dimension], *axes), *spec[dimension + 1 :])
+
+
 # Sums.
+
+
+def _summed(dot: Any, program: Program) -> tuple[str, ...]:
+    """The mesh axes over which the products of a dot are summed."""
+    contracting, _ = dot_dimensions(dot)
+    spec = program.spec(dot.operands[0])
+    return tuple(a for i in contracting[0] for a in (spec[i] if spec else ()))
 
 
 def _scatter(dot: Any, program: Program) -> None:
     """Scatters the sum of a dot if all of its users take the same part of it."""
-    contracting, _ = dot_dimensions(dot)
-    spec = program.spec(dot.operands[0])
-    summed = {a for i in contracting[0] for a in (spec[i] if spec else ())}
+    summed = {*_summed(dot, program)}
     before = program.spec(dot.results[0])
     parts: set[Spec] = set()
     nodes: list[Any] = []

@@ -41,17 +41,18 @@ _BY_ELEMENT = _LOCAL | {
 _MANY = 8
 
 
-def move(program: Program) -> None:
-    """Moves what it can in a program after propagation."""
+def move(program: Program) -> int:
+    """Moves what it can in a program after propagation; how many sums it divided by rows."""
     for operation in program.all():
         if operation.name in _DOTS:
             _scatter(operation, program)
-    _Division(program).apply()
+    divided = _Division(program).apply()
     _drop(program)
     for operation in program.all():
         if operation.name in RESHARDS and number(operation) in program.added:
             _sink(operation, program)
     _drop(program)
+    return divided
 
 
 def _drop(program: Program) -> None:
@@ -86,19 +87,20 @@ class _Division:
         self._program = program
         self._parts: dict[Any, Spec] = {}  # the results that are divided, and how
         self._whole: list[tuple[Any, int]] = []  # the operations and operands that need all rows
-        self._summed = self._added = 0  # elements of the sums, and of those that dividing adds
+        self._sums = self._summed = 0  # how many are divided, and their elements
+        self._added = 0  # the elements of the sums that dividing adds
         for operation in program.all():
             part = self._of_user(operation) or self._of_sum(operation)
             if part:
                 self._parts[operation.results[0]] = part
 
-    def apply(self) -> None:
-        """Divides the rows."""
+    def apply(self) -> int:
+        """Divides the rows; returns how many sums are divided."""
         program, parts = self._program, self._parts
         wholes = {value: program.spec(value) for value in parts}
         gathered = {operation.operands[index] for operation, index in self._whole}
         if max(sum(map(_elements, gathered)), _MANY * self._added) > self._summed:
-            return
+            return 0
         for value, part in parts.items():
             operation = owner(value)
             program.set_spec(operation, part)
@@ -112,6 +114,7 @@ class _Division:
                 new.move_after(owner(value))
                 gathers[value] = new.results[0]
             operation.operands[index] = gathers[value]
+        return self._sums
 
     def _of_sum(self, dot: Any) -> Spec | None:
         """How the sum of a dot is divided; None if it is small, or no sum of activations."""
@@ -128,6 +131,7 @@ class _Division:
         for dimension in range(of.ndim - 1):  # the last one is no dimension of rows
             part = _divided(spec, dimension, axes)
             if local_size(of.shape, part, dict(self._program.mesh.shape)) is not None:
+                self._sums += 1
                 self._summed += of.size
                 return part
         return None

@@ -222,6 +222,7 @@ class _Rewriting:
         self._site = LoweringSite(self._mesh, frozenset(self._mesh.axis_names), platforms)
         self._bodies = Bodies(name.removeprefix("jit_"), self._program, self._site)
         self._overlap: set[int] = set()  # the numbers of members that overlap
+        self._divided = 0  # how many sums have been divided by rows
         self._new_values: dict[Any, Any] = {}  # by the values whose place they have taken
         self._dead: list[Any] = []
         self._calls = 0
@@ -240,7 +241,7 @@ class _Rewriting:
         if moves and reason is None and has_plans and not moves_on_cpus:
             for block, _, candidates in blocks:
                 self._overlapping(block, candidates)
-            if not self._overlap:
+            if len(self._overlap) <= self._divided:
                 self._program = Program(self._lowered, self._devices)
                 self._bodies = Bodies(self._bodies.name, self._program, self._site)
                 blocks = self._blocks(False)
@@ -293,7 +294,7 @@ class _Rewriting:
     def _blocks(self, moves: bool) -> list[Any]:
         """The blocks of the program, with their manual axes and candidates."""
         if moves:
-            moved.move(self._program)
+            self._divided = moved.move(self._program)
         found = []
         for block, axes in self._program.blocks():
             candidates = self._candidates(block)

@@ -315,9 +315,9 @@ def test_sums_are_merged_up_to_a_barrier() -> None:
             x = lax.optimization_barrier(x)
         return first, jnp.sin(x) @ w
 
-    for fence, sums in ((False, 1), (True, 2)):
+    for fence, count in ((False, 1), (True, 2)):
         _, after = check(functools.partial(f, fence=fence), x, w)
-        assert of_xla(after) == 0 and after["jax_intranode_psum"] == sums
+        assert of_xla(after) == 0 and after["jax_intranode_psum"] == count
 
 
 def test_a_sum_that_does_not_begin_at_zero() -> None:

@@ -79,8 +79,7 @@ class _Division:
 
     Such a sum is scattered, and where an operation needs all of a value, mostly a matmul, the value
     is gathered. Both can overlap with matmuls. Together they send as much as the whole sum does.
-    If they would send more, nothing is divided; a few small sums, as of a norm's gradients, may come
-    on top.
+    If they would send more, nothing is divided. Small sums, as of a norm's gradients, may be added.
     """
 
     def __init__(self, program: Program):
@@ -97,12 +96,12 @@ class _Division:
     def apply(self) -> int:
         """Divides the rows; returns how many sums are divided."""
         program, parts = self._program, self._parts
-        wholes = {value: program.spec(value) for value in parts}
+        wholes = {value: program.spec(value) or () for value in parts}
         gathered = {operation.operands[index] for operation, index in self._whole}
         if max(sum(map(_elements, gathered)), _MANY * self._added) > self._summed:
             return 0
         for value, part in parts.items():
-            operation = owner(value)
+            operation = value.owner.operation
             program.set_spec(operation, part)
             if operation.name in _BY_ELEMENT - RESHARDS:
                 program.add_reshards(operation, [part] * len(operation.operands))
@@ -147,7 +146,7 @@ class _Division:
     def _of_rows(self, operation: Any, own: Sequence[int]) -> Spec | None:
         """The same. Empty if the result is not divided; None if the operation needs all rows."""
         first, *others = [operation.operands[index] for index in own]
-        part, whole, name = self._parts[first], self._program.spec(first), operation.name
+        part, whole, name = self._parts[first], self._program.spec(first) or (), operation.name
         ((dimension, axes),) = [
             (i, new[len(old) :])
             for i, (new, old) in enumerate(zip(part, whole, strict=True))

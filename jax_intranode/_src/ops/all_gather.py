@@ -30,9 +30,9 @@ def all_gather(
     """Gathers arrays over one or more mapped axes; takes the place of ``jax.lax.all_gather``.
 
     Inside ``jax.shard_map`` over devices of one host, each rank writes its array into its peers'
-    memory. Other dtypes, larger arrays (docs/how_it_works.md), other axes and platforms fall
-    back to ``jax.lax.all_gather``, on every rank alike. Bits are kept, except that a floating-point
-    NaN may become another NaN.
+    memory. Other dtypes, larger arrays (`explain` says up to which size), other axes and platforms
+    fall back to ``jax.lax.all_gather``, on every rank alike. Bits are kept, except that a
+    floating-point NaN may become another NaN.
 
     Differentiates as ``jax.lax.all_gather`` does: the transpose is a ``psum_scatter``.
 

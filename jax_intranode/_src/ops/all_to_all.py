@@ -26,10 +26,10 @@ def all_to_all(
     """Exchanges parts of arrays over mapped axes; takes the place of ``jax.lax.all_to_all``.
 
     Inside ``jax.shard_map`` over devices of one host, each rank writes each part of its array into
-    the memory of the rank that gets it. Other dtypes, larger arrays (docs/how_it_works.md), other
-    axes and platforms fall back to ``jax.lax.all_to_all``, on every rank alike. Bits are kept,
-    except that a floating-point NaN may become another NaN. XLA transposes the array before the
-    exchange unless `split_axis` is 0, and after it unless `concat_axis` is 0.
+    the memory of the rank that gets it. Other dtypes, larger arrays (`explain` says up to which
+    size), other axes and platforms fall back to ``jax.lax.all_to_all``, on every rank alike. Bits
+    are kept, except that a floating-point NaN may become another NaN. XLA transposes the array
+    before the exchange unless `split_axis` is 0, and after it unless `concat_axis` is 0.
 
     For GPUs, the shipped table has measured rows for float32, bfloat16 and float16, among 2 to 4
     ranks with a process each, and between 2 ranks of one process. Otherwise unedited programs keep

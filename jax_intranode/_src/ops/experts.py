@@ -89,13 +89,15 @@ def moe_dispatch(
     num_experts: int,
     capacity: int | None = None,
 ) -> tuple[jax.Array, jax.Array, MoeState]:
-    """Sends each token to the ranks of its experts, sorted as ``jax.lax.ragged_dot`` takes them.
+    """Sends each token to the ranks of its experts, sorted by expert.
 
     Inside ``jax.shard_map`` over n ranks, rank r holds the experts r * E / n to (r + 1) * E / n - 1
     of E. A token crosses once to each other rank that has experts of it, however many. Each rank
     stores the rows where they belong: those of its first expert come first, and those of an expert
     are sorted by the rank that they come from, then by position there. `moe_combine` brings back
-    what the experts have made of them.
+    what the experts have made of them. ``jax.lax.ragged_dot`` takes rows in this order, but on GPUs
+    XLA multiplies all rows by all experts for it: use a batched matmul, with a bound of the rows of
+    an expert.
 
     Nothing is ever dropped if `capacity` is None. Then `received` has room for the case that all
     tokens of all ranks come here; the log says at level INFO how many bytes that is. With a

@@ -21,8 +21,8 @@ def ppermute(x: PyTree, axis_name: AxisNames, perm: Sequence[tuple[int, int]]) -
     Inside ``jax.shard_map`` over devices of one host, each source writes its array into the memory
     of its destination. A rank waits for its source. It waits for its destination only if the
     destination has not begun the previous permute. Other dtypes, larger arrays
-    (docs/how_it_works.md), other axes and platforms fall back to ``jax.lax.ppermute``, on every
-    rank alike. Bits are kept, except that a floating-point NaN may become another NaN.
+    (`explain` says up to which size), other axes and platforms fall back to ``jax.lax.ppermute``,
+    on every rank alike. Bits are kept, except that a floating-point NaN may become another NaN.
 
     The arrays of a pytree that have one dtype are sent by as few operations as possible.
 

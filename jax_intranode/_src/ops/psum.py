@@ -22,8 +22,8 @@ def psum(
     Inside ``jax.shard_map`` over devices of one host, kernels that write into the peers' memory
     compute the sum, by one of two algorithms, which a measured table chooses by size. In one-shot
     each rank sends its array to all others; two-shot is a reduce-scatter, then an all-gather. Other
-    dtypes, larger arrays (docs/how_it_works.md), other axes and platforms fall back to
-    ``jax.lax.psum``, on every rank alike; `explain` says which calls do, and why.
+    dtypes, larger arrays, other axes and platforms fall back to ``jax.lax.psum``, on every rank
+    alike; `explain` says which calls do, why, and up to which size ours is faster.
 
     Values are added in rank order, starting with rank 0's, and rounded once. float32, bfloat16 and
     float16 are added in float32, float64 in float64, and integers in their own type (wrapping). So

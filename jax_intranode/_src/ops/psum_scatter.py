@@ -29,9 +29,9 @@ def psum_scatter(
 
     Inside ``jax.shard_map`` over devices of one host, each rank writes every part of its array into
     the memory of the rank that keeps it, which computes the sum. Other dtypes, larger arrays
-    (docs/how_it_works.md), other axes and platforms fall back to ``jax.lax.psum_scatter``, on every
-    rank alike. Sums are computed as by ``jax_intranode.psum``: in rank order, rounded once, with
-    the same bits in every run.
+    (`explain` says up to which size), other axes and platforms fall back to
+    ``jax.lax.psum_scatter``, on every rank alike. Sums are computed as by ``jax_intranode.psum``:
+    in rank order, rounded once, with the same bits in every run.
 
     Differentiates as ``jax.lax.psum_scatter`` does: the transpose is an ``all_gather``.
 

@@ -34,7 +34,7 @@ def install(*, auto: bool = False) -> None:
     where that is faster: psum, pmean, pmax, pmin, all_gather, psum_scatter, all_to_all and ppermute
     of ``jax.lax``, and the sums that JAX inserts for gradients. So is ragged_all_to_all. On GPUs
     the exchanges, permutes, maxima and minima are replaced for the numbers of ranks and the dtypes
-    that were measured (docs/unedited.md); a tuning of the node can add others. Independent sums
+    that were measured; a tuning of the node can add others. Independent sums
     become one operation, as XLA would combine them, and so do independent maxima, minima and
     permutes. Results have the bits of the functions of this package: sums are rounded once, in rank
     order.

@@ -2,12 +2,13 @@
 //
 //   ffi::Buffer arguments and attributes as in any XLA handler, with a Call in front:
 //
-//   v1::Result RingShift(v1::Call call, ffi::Buffer<ffi::F32> x, ffi::ResultBuffer<ffi::F32> y,
-//                        int64_t shift) {
+//   namespace peer = ::jax_intranode::v1;
+//   peer::Result RingShift(peer::Call call, ffi::Buffer<ffi::F32> x, ffi::ResultBuffer<ffi::F32> y,
+//                          int64_t shift) {
 //     if (...) return call.Error("...");
 //     return call.Run(Body{...}, blocks, threads);
 //   }
-//   JAX_INTRANODE_PEER_HANDLER(RingShiftHandler, RingShift, v1::Bind()
+//   JAX_INTRANODE_PEER_HANDLER(RingShiftHandler, RingShift, peer::Bind()
 //       .Arg<ffi::Buffer<ffi::F32>>().Ret<ffi::Buffer<ffi::F32>>().Attr<int64_t>("shift"));
 //   JAX_INTRANODE_PEER_LIBRARY();   // once in a library
 //

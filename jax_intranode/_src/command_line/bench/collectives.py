@@ -38,7 +38,7 @@ def measure(
         count: the number of elements in the size, as defined in `operations.Operation`.
 
     Returns:
-        The row (docs/bench.md), and the reason if our call fell back to jax.lax.
+        The row (docs/measurements/json_file.md), and the reason if our call fell back to jax.lax.
     """
     operation = OPERATIONS[settings.name]
     dtype = np.dtype(jnp.dtype(dtype_name))

@@ -38,7 +38,7 @@ def measure(
     """Checks and times one shape of one dtype.
 
     Returns:
-        The row (docs/bench.md), and the reason if our call fell back to jax.lax.
+        The row (docs/measurements/json_file.md), and the reason if our call fell back to jax.lax.
     """
     if settings.plan is not None:
         unforced = dataclasses.replace(settings, plan=None)

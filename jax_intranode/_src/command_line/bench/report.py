@@ -1,4 +1,4 @@
-"""What a run reports: the header and the JSON file, and the tables. docs/bench.md has all."""
+"""What a run reports: the header and the JSON file, and the tables (docs/bench.md)."""
 
 import datetime
 import os
@@ -14,7 +14,7 @@ from jax_intranode._src.command_line import machine
 from jax_intranode._src.command_line.bench.settings import Settings
 from jax_intranode._src.selection import config, tuning
 
-# The version of the JSON file's layout, which docs/bench.md describes.
+# The version of the JSON file's layout, which docs/measurements/json_file.md describes.
 VERSION = 2
 
 _OF_SETTINGS = (

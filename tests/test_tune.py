@@ -2,14 +2,12 @@
 
 import argparse
 import dataclasses
-import json
 import math
 from pathlib import Path
 from typing import Any
 
 import pytest
-from bench_settings import RunHere, mesh_of_two, settings_of
-from tiers import full
+from bench_settings import mesh_of_two, settings_of
 
 import jax_intranode
 from jax_intranode._src.command_line.launcher.runs import MODES, SINGLE_PROCESS
@@ -104,14 +102,6 @@ class StandIn(sweep.Sweep):
         return us, 20.0 if row.nbytes < self._loses_from else us - 1
 
 
-@pytest.mark.parametrize("platform", ["cpu", "gpu"])
-def test_large_messages_have_launches_to_try(platform: str) -> None:
-    tried = StandIn(loses_from=1 << 40, platform=platform)._candidates(16 << 20)
-    assert {row.algorithm for row in tried} == {"one_shot", "two_shot"}
-    grids = {(row.threads, row.blocks) for row in tried}
-    assert grids == ({(1, 1)} if platform == "cpu" else {(512, 256)})
-
-
 def test_a_sweep_on_gpus_finds_launches_and_the_limit() -> None:
     of_one = StandIn(loses_from=3 << 20, platform="gpu")
     begun: list[int] = []
@@ -133,14 +123,6 @@ def test_a_disturbed_measurement_does_not_end_the_search(disturbed: tuple[int, .
     of_one = StandIn(loses_from=1 << 20, platform="gpu", disturbed=disturbed)
     measured = list(of_one.run(lambda _: None))
     assert rows_of(measured)[-1].nbytes == 1 << 19
-
-
-def test_a_size_that_is_slower_each_time_ends_the_rows() -> None:
-    of_one = StandIn(loses_from=1 << 20, platform="gpu", slow_at=1 << 14)
-    measured = list(of_one.run(lambda _: None))
-    assert [m.nbytes for m in measured].count(1 << 14) == 2  # again, as a larger size was faster
-    assert [m.nbytes for m in measured if m.wins][-1] == 1 << 13
-    assert rows_of(measured)[-1].nbytes == 1 << 13
 
 
 @pytest.mark.parametrize("operation", command.OPERATIONS)
@@ -191,30 +173,6 @@ def test_the_file_of_the_command_is_what_programs_use(
     assert tuned.profile is None and tuned.versions["jax"]
     assert f"export JAX_INTRANODE_TUNING={file}" in output
     assert "psum of int32, 2 x cpu, single-process" in output
-
-
-@pytest.mark.parametrize("mode", [SINGLE_PROCESS, full("both")])
-def test_bench_shows_shipped_beside_tuned(
-    mode: str, tmp_path: Path, run_here: RunHere, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    file = tmp_path / "node.json"
-    two_shot = (table.Row(1 << 16, "two_shot", 1, 1),)  # the opposite of what is shipped
-    tables = [tuning.table_fields(m, "psum", "bare", 2, two_shot) for m in ("multi", "single")]
-    fields = {"platform": "cpu", "device": "cpu", "devices": 2, "versions": {}, "date": "today"}
-    tuning.write(file, {**fields, "tables": tables, "profile": None})
-    monkeypatch.setenv(tuning.VARIABLE, str(file))
-    rows_file = tmp_path / "rows.json"
-    code, text, err = run_here(
-        "bench psum --platform cpu -b 256 -e 256 -n 1 -w 0 --chain 1 -d float32 "
-        f"--mode {mode} --json {rows_file}"
-    )
-    assert code == 0, err
-    rows = json.loads(rows_file.read_text())["rows"]
-    assert len(rows) == (2 if mode == "both" else 1) and str(file) in text
-    for row in rows:
-        assert row["algorithm"] == "two_shot" and row["shipped_algorithm"] == "one_shot"
-        assert row["shipped_time_us"] >= 0 and row["wrong"] == 0
-    assert "shipped:" in text and "one_shot" in text
 
 
 def test_time_that_is_over(

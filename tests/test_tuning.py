@@ -16,7 +16,6 @@ from jax.sharding import PartitionSpec as P
 from processes import python
 
 import jax_intranode
-from jax_intranode import __main__ as command_line
 from jax_intranode._src.native import definitions
 from jax_intranode._src.selection import select, table, tuning
 from jax_intranode._src.selection.overlap.profiles import H200, Profile
@@ -259,32 +258,3 @@ def test_a_program_obeys_the_tuning_and_its_results_are_right(tmp_path: Path) ->
         f = jax.jit(cases.sharded(lambda v: jax_intranode.psum(v, "x"), mesh, P("x"), P("x")))
         (call,) = jax_intranode.explain(f)(jnp.ones((mesh.size, count)))
         assert call.algorithm == "two_shot" and "JAX_INTRANODE_TUNING" in call.reason
-
-
-# The commands.
-
-
-def test_info_names_the_tuning(
-    file: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("JAX_INTRANODE_TUNING", str(file))
-    assert command_line.main(["info"]) == 0
-    assert f"tuning         {tuning.read(str(file))}" in capsys.readouterr().out
-
-
-def test_doctor_says_whether_the_tuning_is_of_this_node() -> None:
-    from jax_intranode._src.command_line import doctor, info
-
-    def verdict(device: str, gpus: list[str]) -> str:
-        found = {
-            "tuning": {"device": device, "path": "node.json", "text": "a line"},
-            "gpus": [{"name": name} for name in gpus],
-        }
-        (check,) = doctor._tuning(found)
-        return check.verdict
-
-    assert verdict("cpu", []) == info.OK
-    assert verdict("NVIDIA H200", ["NVIDIA H200"] * 2) == info.OK
-    assert verdict("NVIDIA H200", ["NVIDIA H100"]) == info.FAILS
-    assert verdict("NVIDIA H200", []) == info.WARNING
-    assert list(doctor._tuning({"tuning": None, "gpus": []})) == []

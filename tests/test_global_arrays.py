@@ -131,40 +131,6 @@ def test_with_batch_axes(name: str, kinds: tuple[AxisType, ...]) -> None:
     assert {call.algorithm for call in calls if call.axes == ("data",)} == {"lax"}
 
 
-@pytest.mark.parametrize("sequence_axis", [None, 1])
-@TYPES
-def test_list_of_matrices(kind: AxisType, sequence_axis: Any) -> None:
-    mesh = line(kind)
-    with jax.set_mesh(mesh):
-        by_columns = P(None, "model")
-        x, *ws = values(
-            mesh,
-            ((2, 8, 12), P(None, "model" if sequence_axis else None)),
-            ((12, 16), by_columns),
-            ((12, 8), by_columns),
-        )
-
-        def ours(x: Any, ws: Any) -> Any:
-            q, k = column_parallel_matmul(x, ws, "model", gather_axis=sequence_axis)
-            return q[..., :8] * k, q
-
-        def theirs(x: Any, ws: Any) -> Any:
-            q, k = x @ ws[0], x @ ws[1]
-            return q[..., :8] * k, q
-
-        if kind is EXPLICIT:  # JAX refuses to cut a sharded dimension
-            ours = theirs = lambda x, ws: column_parallel_matmul(
-                x, ws, "model", gather_axis=sequence_axis
-            )
-            expected = with_gradients(product)(np.asarray(x), [*map(np.asarray, ws)])
-        else:
-            expected = with_gradients(theirs)(np.asarray(x), [*map(np.asarray, ws)])
-        same(jax.jit(with_gradients(ours))(x, ws), expected)
-        total = collectives(with_gradients(ours), x, ws)
-    # One collective forward, unless all ranks have x, and one for the gradient of x.
-    assert total == ({"all_gather": 1, "psum_scatter": 1} if sequence_axis else {"psum": 1})
-
-
 @TYPES
 def test_gathered_x(kind: AxisType) -> None:
     """The gathered x is x, and the same on all ranks."""
@@ -296,29 +262,6 @@ def test_one_program_over_another_order_of_devices() -> None:
         with jax.set_mesh(mesh):
             x, w = values(mesh, ((8, 12), P(None, "model")), ((12, 16), P("model")))
             same(f(x, w), np.asarray(x) @ np.asarray(w))
-
-
-def test_inside_shard_map() -> None:
-    """There the functions take shards. The gradient of a replicated x is one sum."""
-    mesh = line()
-    x, w, v = values(
-        mesh, ((8, 12), P()), ((12, 16), P(None, "model")), ((16, 12), P("model", None))
-    )
-    expected = with_gradients(lambda x, w, v: jnp.tanh(x @ w) @ v)(*map(np.asarray, (x, w, v)))
-    for check_vma in (True, False):
-
-        @jax.shard_map(
-            mesh=mesh,
-            in_specs=(P(), P(None, "model"), P("model")),
-            out_specs=P(),
-            check_vma=check_vma,
-        )
-        def block(x: Any, w: Any, v: Any) -> Any:
-            return row_parallel_matmul(jnp.tanh(column_parallel_matmul(x, w, "model")), v, "model")
-
-        same(jax.jit(with_gradients(block))(x, w, v), expected)
-        if check_vma:
-            assert collectives(with_gradients(block), x, w, v) == {"psum": 2}
 
 
 @pytest.mark.parametrize("check_vma", [True, False])

@@ -17,7 +17,6 @@ import numpy as np
 import pytest
 from cases import LAX_MATMULS, check, check_like, everywhere, line, put, sharded
 from jax import lax
-from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from occupied import occupied
 from overlapped_cases import (
@@ -218,29 +217,6 @@ def overlapped_sums_as_any_arrays(dtype: str, plan: str) -> None:
     for _ in range(100):
         again = [cases.bits(np.asarray(s.data)) for s in program(*arrays).addressable_shards]
         assert all((a == b).all() for a, b in zip(before, again, strict=True))
-
-
-@case()
-def overlapped_all_reduce_gathers_parts() -> None:
-    """A matmul_all_reduce has the bits of a reduce-scatter and an all-gather, rounded sums, too."""
-    mesh = line()
-    n = mesh.size
-    x, w = (
-        cases.random("bfloat16", (n, 128 * n, 512), 1),
-        cases.random("bfloat16", (n, 512, 264), 2),
-    )
-    arrays = [put(mesh, P("x"), v) for v in (x, w)]
-
-    def program(operation: Any) -> Any:
-        def f(x: Any, w: Any) -> Any:
-            return operation(x[0], w[0], "x")
-
-        return overlapped(sharded(f, mesh, P("x"), P("x")), arrays)(*arrays)
-
-    parts = program(jax_intranode.matmul_reduce_scatter)
-    spread = jax.jit(lambda v: v, out_shardings=NamedSharding(mesh, P()))(parts)
-    whole = np.asarray(spread.addressable_data(0))
-    check(program(jax_intranode.matmul_all_reduce), np.concatenate([whole] * n))
 
 
 @case(check_vma=(True, False), plan=("pieces", "fused", "fused_256"))
@@ -540,63 +516,6 @@ def overlapped_replayed(plan: str) -> None:
     local = sum(d.process_index == jax.process_index() for d in mesh.devices.flat)
     if on_gpus():
         assert jax_intranode.usage_counter() - before == 9 * calls * local
-
-
-@case(plan=("pieces", "fused"))
-def overlapped_conditional(plan: str) -> None:
-    """Calls in both branches of a cond, which are captured into conditional nodes."""
-    mesh = line()
-    x, w = zeros_and_ones(11, 64 * mesh.size, 64), zeros_and_ones(12, 64, 64)
-
-    def program(lib: Any) -> Any:
-        def f(flag: Any, x: Any, w: Any) -> Any:
-            for _ in range(4):
-                x = lax.cond(
-                    flag,
-                    lambda x: small_layer(lib, x, w),
-                    lambda x: small_layer(lib, x, -w),
-                    x,
-                )
-            return x
-
-        return sharded(f, mesh, (P(), P("x"), P()), P("x"))
-
-    arrays = [put(mesh, P("x"), x.astype(jnp.bfloat16)), put(mesh, P(), w.astype(jnp.bfloat16))]
-    flags = {flag: put(mesh, P(), np.array(flag)) for flag in (True, False)}
-    mine = overlapped(program(jax_intranode), (flags[True], *arrays), plan)
-    theirs = jax.jit(program(LAX_MATMULS))
-    for k in range(8):
-        flag = flags[k % 3 != 0]
-        check_like(mine(flag, *arrays), theirs(flag, *arrays), 0)
-
-
-@case(plan=("pieces", "fused"))
-def overlapped_donated(plan: str) -> None:
-    """x is donated, so that the result may get its memory."""
-    mesh = line()
-    n = mesh.size
-    x, w = zeros_and_ones(13, 64 * n, 64), zeros_and_ones(14, 64, 64)
-
-    def f(x: Any, w: Any) -> Any:
-        return jax_intranode.matmul_reduce_scatter(
-            jax_intranode.all_gather_matmul(x, w, "x"), w, "x"
-        )
-
-    specs = P("x"), P()
-    values = (x.astype(jnp.bfloat16), w.astype(jnp.bfloat16))
-
-    def arrays() -> list[jax.Array]:
-        return [put(mesh, s, v) for s, v in zip(specs, values, strict=True)]
-
-    program = overlapped(sharded(f, mesh, specs, P("x")), arrays(), plan, donate_argnums=0)
-    want = n * ((x @ w) @ w)
-    for _ in range(4):
-        operands = arrays()
-        result = program(*operands)
-        assert operands[0].is_deleted()
-        for shard in result.addressable_shards:
-            got = np.asarray(shard.data, np.float32)
-            np.testing.assert_allclose(got, want[shard.index], rtol=2.0**-7)
 
 
 @case()

@@ -10,6 +10,7 @@ import jax
 import pytest
 from devices import need_devices
 from processes import python
+from tiers import full
 
 import jax_intranode
 from jax_intranode import __main__ as command_line
@@ -189,7 +190,7 @@ def outcome(**changes: Any) -> dict[str, Any]:
     return good | changes
 
 
-@pytest.mark.parametrize("name", ["psum", "psum_scatter", "all_gather", "all_to_all"])
+@pytest.mark.parametrize("name", ["all_to_all", *map(full, ("psum", "psum_scatter", "all_gather"))])
 def test_values_under_load(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     need_devices(2)
     monkeypatch.setattr(probe, "_LOAD_S", 0.1)

@@ -246,26 +246,6 @@ def test_the_rank_that_fails_first_may_end_last(launch: Launch, tmp_path: Path, 
     assert "launch: rank 1 failed first, after " in err and ": exit code 3" in err, err
 
 
-def test_nothing_is_compiled_at_the_end(launch: Launch) -> None:
-    code, _, err = launch(
-        "-n 2 --timeout 120 SCRIPT",
-        JAX.replace("jax.lax.psum", "jax_intranode.psum"),
-        """
-        import sys
-        import jax_intranode
-        jax.config.update("jax_log_compiles", True)
-        jax.config.update("jax_explain_cache_misses", True)
-        assert total() == 2
-        print("THE END", file=sys.stderr)
-        """,
-    )
-    assert code == 0, err
-    for rank in range(2):
-        lines = lines_of(err, rank)
-        assert any("Compiling" in line for line in lines), err
-        assert lines[-1] == "THE END", err
-
-
 def test_restarts(launch: Launch, tmp_path: Path) -> None:
     script = """
         import os, sys
@@ -300,13 +280,6 @@ def test_the_time_limit_shows_where_the_ranks_are(launch: Launch) -> None:
     assert "launch: ending rank 1: not finished after 0.7 s\n" in err
     assert any("in stuck_here" in line for line in lines_of(err, 1))
     assert "restart" not in err
-
-
-@pytest.mark.full
-def test_arguments_of_another_rank_are_refused(launch: Launch) -> None:
-    code, _, err = launch("-n 2 SCRIPT", JAX, "\njax.distributed.initialize('localhost:1', 3, 0)")
-    assert code == 1
-    assert "ValueError: jax.distributed.initialize(num_processes=3): this is process 0 of 2" in err
 
 
 def test_connections_of_others_to_the_service_disturb_nobody(

@@ -45,7 +45,7 @@ EXITS = {
 }
 
 
-QUICK = ("in_flight", "executables_last", "backends_first")
+QUICK = ("in_flight", "backends_first")
 
 
 @pytest.mark.parametrize("order", quick(EXITS, QUICK))
@@ -138,7 +138,7 @@ ENDS = {
 }
 
 
-@pytest.mark.parametrize("name", quick(ENDS, ("raises_again", "stores_and_exits")))
+@pytest.mark.parametrize("name", quick(ENDS, ("raises_again",)))
 def test_what_has_ended_a_program(name: str) -> None:
     code, error = ENDS[name]
     assert python("-P", "-c", SHOWS + code).stdout.splitlines()[-1] == f"[{error}]"

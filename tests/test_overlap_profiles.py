@@ -74,13 +74,6 @@ def scaled(of_one: GpuFacts) -> Profile:
     return profile
 
 
-def test_a_measured_kind_has_its_profile_before_any_rendezvous() -> None:
-    assert profiles.known_from_kinds(["NVIDIA H200"] * 4) is H200
-    assert profiles.from_facts([H200_FACTS] * 4) is H200
-    # What it reports about itself does not matter then.
-    assert profiles.from_facts([GpuFacts("NVIDIA H200", (0, 0), 0, 0.0, 0.0, 0.0)]) is H200
-
-
 @pytest.mark.parametrize(
     ("kind", "says"),
     [
@@ -107,12 +100,6 @@ def test_different_gpus_get_the_profile_of_the_slowest() -> None:
     # H200s among others are no H200s.
     mixed = profiles.from_facts([H200_FACTS, facts("NVIDIA H100 80GB HBM3")])
     assert isinstance(mixed, Profile) and mixed.scaled_from
-
-
-def test_scaling_by_the_facts_of_an_h200_changes_nothing() -> None:
-    other_name = dataclasses.replace(H200_FACTS, device_kind="another")
-    profile = profiles.scaled(other_name)
-    assert dataclasses.replace(profile, name=H200.name, scaled_from="") == H200
 
 
 @pytest.mark.parametrize("of_one", HOPPERS, ids=lambda of_one: of_one.device_kind)

@@ -204,29 +204,6 @@ def test_segments_fit_and_are_no_more_than_needed(setup: tuple[str, str], operat
             )
 
 
-def test_a_row_says_how_large_its_segments_are(monkeypatch: pytest.MonkeyPatch) -> None:
-    setup = ("hopper", "multi")
-    last = table.Row(1 << 30, "two_shot", 512, 256, segment_bytes=4 << 20)
-    rows = (*table.TABLE[*setup, "psum", "bare", 2][:-1], last)
-    monkeypatch.setattr(table, "TABLE", {**table.TABLE, (*setup, "psum", "bare", 2): rows})
-
-    def segments(nbytes: int, **more: object) -> int:
-        chosen = choose(setup, 2, nbytes, "bfloat16", **more)
-        assert chosen.algorithm == "two_shot" and "measured on Hopper GPUs" in chosen.reason
-        return chosen.segments
-
-    assert [segments(n << 20) for n in (12, 16, 64, 256)] == [1, 1, 16, 64]
-    assert segments(64 << 20, epoch_buffer_bytes=1 << 20) == 64  # one slot each for both hops
-    assert choose(setup, 2, 2 << 30, "bfloat16").algorithm == "lax"
-    assert choose(setup, 2, 2 << 30, "bfloat16", segment_bytes=8 << 20).segments == 256
-    # A small slab: what the table has in one epoch falls back, or is cut.
-    small = {"epoch_buffer_bytes": 1 << 20}
-    assert choose(setup, 2, 4 << 20, "bfloat16", **small).algorithm == "lax"
-    cut = choose(setup, 2, 4 << 20, "bfloat16", segment_bytes=8 << 20, **small)
-    assert (cut.algorithm, cut.segments) == ("one_shot", 8)
-    assert "JAX_INTRANODE_SEGMENT_KIB" in cut.reason
-
-
 def test_no_segments_on_a_hybrid_cube_mesh() -> None:
     mesh = {"topology": "hybrid_cube_mesh", "segment_bytes": 1 << 20}
     for tuned in (None, table.Tuned({("multi", "psum", "bare", 8): ()}, "node.json")):
@@ -312,12 +289,3 @@ def test_digest_changes_with_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def test_hardware_is_found_by_its_name(platform: str, kind: str, hardware: str) -> None:
     assert generations.hardware_of(platform, kind) == hardware
-
-
-def test_group_larger_than_any_measured_falls_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As after a change of kMaxRanks alone."""
-    monkeypatch.setattr(definitions, "MAX_WORLD_SIZE", 16)
-    for setup, operation in itertools.product(SETUPS, OPERATIONS):
-        for algorithm in ("auto", "one_shot"):
-            chosen = choose(setup, 16, 512, "float32", operation, algorithm=algorithm)
-            assert chosen.algorithm == "lax" and "16 ranks" in chosen.reason

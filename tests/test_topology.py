@@ -174,7 +174,6 @@ class FakeNvml(types.ModuleType):
 
 
 SWITCH_LINK = (1, 2, "FFFFFFFF:FF:FF.0")  # as an H200 in a virtual machine answers
-INACTIVE_LINK = (0, 2, "FFFFFFFF:FF:FF.0")
 
 
 def direct_links(size: int, direct: Mapping[tuple[int, int], int]) -> list[list[tuple]]:
@@ -211,11 +210,6 @@ def test_nvml_with_switches(monkeypatch: pytest.MonkeyPatch) -> None:
     assert nvml.users == 0
 
 
-def test_nvml_counts_active_links_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    install(monkeypatch, FakeNvml([[SWITCH_LINK, INACTIVE_LINK, SWITCH_LINK], [SWITCH_LINK]]))
-    assert [gpu.switch_links for gpu in topo.read_links()] == [2, 1]
-
-
 @pytest.mark.parametrize("knows_remote_type", [True, False])
 def test_nvml_with_direct_links(monkeypatch: pytest.MonkeyPatch, knows_remote_type: bool) -> None:
     nvml = FakeNvml(direct_links(8, DGX1))
@@ -227,13 +221,6 @@ def test_nvml_with_direct_links(monkeypatch: pytest.MonkeyPatch, knows_remote_ty
         LinkReport(report.bus_id, report.uuid, report.name, 0, report.peer_links)
         for report in make_reports(8, DGX1)
     )
-
-
-def test_an_old_driver_never_finds_a_switch_by_its_address(monkeypatch: pytest.MonkeyPatch) -> None:
-    nvml = FakeNvml([[SWITCH_LINK] * 6] * 2)
-    nvml.knows_remote_type = False
-    install(monkeypatch, nvml)
-    assert topo.topology().kind is TopologyKind.UNKNOWN
 
 
 def test_read_links_keeps_the_order_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:

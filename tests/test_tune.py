@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from bench_settings import mesh_of_two, settings_of
+from tiers import quick
 
 import jax_intranode
 from jax_intranode._src.command_line.launcher.runs import MODES, SINGLE_PROCESS
@@ -19,6 +20,8 @@ from jax_intranode._src.selection import table, tuning
 
 pytestmark = pytest.mark.one_version
 
+# Of the operations that are measured.
+QUICK = ("psum", "psum_residual_rms_norm")
 ONE, TWO = table.Row(0, "one_shot", 128, 256), table.Row(0, "two_shot", 256, 256)
 
 
@@ -125,7 +128,7 @@ def test_a_disturbed_measurement_does_not_end_the_search(disturbed: tuple[int, .
     assert rows_of(measured)[-1].nbytes == 1 << 19
 
 
-@pytest.mark.parametrize("operation", command.OPERATIONS)
+@pytest.mark.parametrize("operation", quick(command.OPERATIONS, QUICK))
 def test_measuring_on_devices(operation: str) -> None:
     """Two devices: GPUs with two launches, or CPU devices."""
     mesh = mesh_of_two()

@@ -16,8 +16,6 @@ import jax.extend.backend
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
-from jax.sharding import Mesh
-from jax.sharding import PartitionSpec as P
 from program_parts import (
     CALLS_LAX,
     COLUMNS,
@@ -109,36 +107,18 @@ def computes_in_the_last_step() -> None:
         say(read(last))
 
 
-def ends_while_it_computes(how: str) -> None:
+def ends_while_it_computes_in_a_thread() -> None:
     """For longer than a peer waits for a process that has finished. It drops the result.
 
-    "in_a_thread": XLA:CPU orders what one thread dispatches. "with_a_mesh": programs of other
-    devices are refused. The others end a part of JAX themselves.
+    XLA:CPU orders what one thread dispatches.
     """
-    if how == "shuts_down":
-        atexit.register(jax.distributed.shutdown)
     results = []
-    if how == "in_a_thread":
-        thread = threading.Thread(target=lambda: results.append(last_step(6.0)))
-        thread.start()
-        thread.join()
-    else:
-        results.append(last_step(6.0))
+    thread = threading.Thread(target=lambda: results.append(last_step(6.0)))
+    thread.start()
+    thread.join()
     if rank() == 0:
         say(read(results[0]))
     results.clear()
-    if how == "with_a_mesh":
-        jax.set_mesh(line())
-    if how == "clears_backends":
-        jax.extend.backend.clear_backends()
-
-
-def exits_with_a_code_while_it_computes() -> None:
-    result = last_step(3.0)
-    if rank() == 0:
-        say(read(result))
-    del result
-    sys.exit(3)
 
 
 def other_threads_never_rest() -> None:
@@ -146,14 +126,6 @@ def other_threads_never_rest() -> None:
     begin()
     peers._cpu_s_of_other_threads = time.monotonic
     time.sleep(rank())
-
-
-def ends_at_different_times() -> None:
-    """Further apart than the time limit of operations."""
-    begin()
-    say(read(total(2)))
-    time.sleep([2, 7, 0][rank()])
-    say(read(jax.jit(jnp.sum)(jnp.ones(4))))  # work of its own
 
 
 def ends_long_before_its_peer() -> None:
@@ -170,21 +142,6 @@ def ends_long_before_its_peer() -> None:
         with contextlib.suppress(OSError):
             while True:
                 os.open(os.devnull, os.O_RDONLY)
-
-
-def half_of_the_ranks_end() -> None:
-    """Ranks 2 and 3 end, and the group of ranks 0 and 1 goes on."""
-    devices = np.array(jax.devices()).reshape(2, 2)
-    mesh = Mesh(devices, ("data", "x"))
-    spec = P(("data", "x"))
-    program = on(mesh, lambda v: OPERATIONS.psum(v, "x"), spec=spec)
-    say(read(program(parts(mesh, spec=spec))))
-    if rank() > 1:
-        return
-    for scale in (2, 3):
-        time.sleep(LATER_S / 2)
-        pair = Mesh(devices[0], ("x",))
-        say(read(summing(pair)(parts(pair, scale))))
 
 
 def ends_before_its_peer_lowers() -> None:
@@ -281,17 +238,6 @@ def thread_after_the_end() -> None:
 
     begin()
     threading.Thread(target=work).start()
-
-
-def distributed_shutdown_at_the_end() -> None:
-    begin()
-    if rank() == 0:
-        time.sleep(LATER_S)
-    result = total(2)
-    if rank() == 0:
-        say(read(result))
-    jax.distributed.shutdown()
-    say(read(jax.jit(jnp.sum)(jnp.ones(4))))
 
 
 def distributed_shutdown_in_the_middle() -> None:

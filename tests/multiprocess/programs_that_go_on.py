@@ -1,13 +1,9 @@
 """Ordinary programs of several processes: speed, signals, forks, exceptions. None may fail."""
 
-import code
-import concurrent.futures
 import contextlib
-import math
 import multiprocessing
 import os
 import signal
-import subprocess
 import sys
 import tempfile
 import threading
@@ -23,7 +19,6 @@ from jax.sharding import Mesh
 from program_parts import (
     LATER_S,
     OPERATIONS,
-    Shown,
     begin,
     in_background,
     line,
@@ -113,21 +108,6 @@ def shutdown_twice() -> None:
     say(read(total(2)))
 
 
-def one_rank_is_stopped() -> None:
-    """Each rank in turn, while the other one waits."""
-    begin()
-    others = pids()
-    for stopped in range(2):
-        if rank() == stopped:
-            time.sleep(2)
-            say(read(total(2 + stopped)))
-        else:
-            result = total(2 + stopped)
-            pid = others[stopped]
-            in_background(f"kill -STOP {pid}", "sleep 4", f"kill -CONT {pid}").wait()
-            say(read(result))
-
-
 def all_ranks_are_stopped(seconds: str = "8", later: str = "0.3") -> None:
     """For longer than the time limit of operations, or than a process may be silent, while rank 0
     waits. It is the first to go on, and rank 1 comes later."""
@@ -207,17 +187,6 @@ def forks_beside_a_thread() -> None:
     say(read(total(2)))
 
 
-def spawned_workers() -> None:
-    """A worker imports this file, and with it the package; another child is an own program."""
-    begin()
-    context = multiprocessing.get_context("spawn")
-    with concurrent.futures.ProcessPoolExecutor(1, mp_context=context) as pool:
-        result = total(2)
-        say(pool.submit(math.sqrt, 16).result())
-    subprocess.run([sys.executable, "-P", "-c", "import jax_intranode"], check=True)
-    say(read(result))
-
-
 def checkpoints_at_sigterm() -> None:
     """Rank 0 gets the signal, and all ranks agree to end."""
     told: list[int] = []
@@ -261,18 +230,6 @@ def ends_before_its_peer(wait_s: float = LATER_S) -> None:
         mesh = line()
         on(mesh, lambda v: OPERATIONS.psum(v * 2, "x")).lower(parts(mesh))
         say(jax_intranode.last_failure())
-
-
-def console_that_showed_an_exception() -> None:
-    begin()
-    if rank() == 1:
-        for name in ("<console>", "<string>"):
-            console = code.InteractiveConsole(filename=name)
-            console.push("1 / 0")
-            console.push("done = 7")
-        say(console.locals["done"])
-        raise Shown
-    ends_before_its_peer()
 
 
 TESTS = """
@@ -339,39 +296,10 @@ def catches_exceptions() -> None:
         say(read(jax.jit(jnp.sum)(jnp.ones(4))))
 
 
-def exit_handler_of_jax_fails() -> None:
-    """As on a GPU after a callback's error: JAX's exit handler raises it and does no more."""
-
-    def fail() -> None:
-        raise ValueError("the callback's own error")
-
-    begin()
-    if rank() == 1:
-        vars(sys.modules["jax._src.api"])["effects_barrier"] = fail
-    ends_before_its_peer()
-
-
 def plain() -> None:
     begin()
     say(read(total(2)))
     jax_intranode.shutdown()
-
-
-def resumes(checkpoint: str) -> None:
-    """Under `launch --restarts`: the first time rank 1 fails after a step, next time both end."""
-    begin()
-    file = Path(checkpoint)
-    step = float(file.read_text()) if file.exists() else 0
-    say(f"from {step}")
-    result = total(step + 1)
-    if step == 0:
-        assert read(result) == 3
-        if rank() == 1:
-            file.write_text("1")
-            raise ValueError("the first time")
-        time.sleep(60)  # until `launch` ends it
-    if rank() == 0:
-        say(read(result))
 
 
 def all_that_go_on() -> None:

@@ -8,7 +8,6 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,16 +20,13 @@ import ragged_tables
 from devices import need_overlap, need_ranks
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
-from multiprocess_ranks import run_in_ranks
 from processes import segments_of
 from tiers import full
 
 import jax_intranode
-from jax_intranode._src.command_line.launcher.runs import RankError
-from jax_intranode._src.group import rendezvous as rendezvous_lib
 from jax_intranode._src.jax_private.distributed import key_value_client
 from jax_intranode._src.native import extension
-from jax_intranode._src.selection import config, tuning
+from jax_intranode._src.selection import tuning
 from jax_intranode._src.selection.overlap import choice
 from jax_intranode._src.selection.overlap.plan import Plan
 
@@ -270,24 +266,6 @@ def falls_back() -> None:
     say("SUM", "right")
 
 
-def falls_back_in_turn(environments: dict[str, list[dict[str, str]]]) -> None:
-    """Falls back under one environment after another; each has the variables of each rank."""
-    before, version = dict(os.environ), jax_intranode.__version__
-    for name, variables in environments.items():
-        os.environ.update(variables[jax.process_index()])
-        rendezvous_lib.__version__ = os.environ.get("VERSION", version)
-        config.get.cache_clear()
-        print(f"BEGIN {name}", flush=True)
-        falls_back()
-        print(f"END {name}", flush=True)
-        come(name, list(range(jax.process_count())))
-        jax_intranode.shutdown()
-        jax.clear_caches()
-        for variable in variables[jax.process_index()]:
-            del os.environ[variable]
-        os.environ.update(before)
-
-
 # The tests.
 
 
@@ -412,19 +390,6 @@ def test_rank_that_never_comes(ranks: Any, missing: int) -> None:
     assert all(lines(log, "SUM") == ["right"] for log in logs)
 
 
-def reason_in(logs: list[str]) -> str:
-    """The reason that all ranks give in their logs of `falls_back`."""
-    reasons = {reason for log in logs for reason in lines(log, "REASON")}
-    assert len(reasons) == 1, (reasons, logs)
-    assert all(lines(log, "SUM") == ["right"] for log in logs)
-    (reason,) = reasons
-    # Each process logs it once.
-    for log in logs:
-        if "JAX_INTRANODE_DISABLE" not in reason:
-            assert log.count(f"fall back to jax.lax: {reason}.") == 1, log
-    return reason
-
-
 # The values of two processes whose environments differ.
 DIFFERENT = {
     "ALGORITHM": ("one_shot", "two_shot"),
@@ -469,53 +434,6 @@ def environments(directory: Path) -> dict[str, list[dict[str, str]]]:
     if jax.devices()[0].platform == "cpu":  # only CPU slabs are in /dev/shm
         found["large slab"] = [{"JAX_INTRANODE_SLAB_MIB": "10000000"}] * 2
     return found
-
-
-@pytest.fixture(scope="module")
-def reason_under(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], str]:
-    """Starts two processes once. The result finds why they fell back under an environment."""
-    need_ranks(2)
-    directory = tmp_path_factory.mktemp("environments")
-    log_dir = directory / "logs"
-    failure = ""
-    try:
-        run_in_ranks(falls_back_in_turn, 2, log_dir, arguments=[environments(directory)])
-    except RankError as error:
-        failure = str(error)
-    logs = [(log_dir / f"rank{rank}.log").read_text() for rank in range(2)]
-
-    def reason(name: str) -> str:
-        parts = [re.findall(rf"^BEGIN {name}$(.*?)^END {name}$", log, re.M | re.S) for log in logs]
-        assert all(len(part) == 1 for part in parts), failure
-        return reason_in([part for (part,) in parts])
-
-    return reason
-
-
-# What the reasons have, in patterns.
-REASONS = {
-    "version": "processes 0 and 1 of the mesh have a different version: 0.1.0 and 0.2.0",
-    "tuning": r"have a different JAX_INTRANODE_TUNING \(digest of the file\): none and ",
-    "tuning of another device": "other.json was measured on NVIDIA H300, and these devices are",
-    "disabled": "JAX_INTRANODE_DISABLE=1",
-    "disabled in one": "JAX_INTRANODE_DISABLE=1",
-    "no kernels": "JAX_INTRANODE_TOPOLOGY=hybrid_cube_mesh",
-    "large slab": r"^process \d: .*(/dev/shm.*JAX_INTRANODE_SLAB_MIB|SLAB_MIB.*/dev/shm)",
-}
-
-
-@pytest.mark.parametrize("name", [*DIFFERENT, *REASONS])
-def test_different_environments(reason_under: Callable[[str], str], name: str) -> None:
-    if name == "large slab":
-        need_cpu("only CPU slabs are in /dev/shm")
-    reason = reason_under(name)
-    assert re.search(REASONS.get(name, "processes 0 and 1"), reason), reason
-    if name in DIFFERENT:
-        assert reason == (
-            "processes 0 and 1 of the mesh have a different "
-            f"JAX_INTRANODE_{name}: {' and '.join(DIFFERENT[name])}; "
-            "give them the same version and environment"
-        )
 
 
 def test_segments_of_crashed_processes_are_removed() -> None:

@@ -73,10 +73,6 @@ def test_fault(text: str, jobs: Mapping[str, Future[job.Seen]]) -> None:
 # The matrix.
 
 
-def test_a_sample_ends_with_the_matrix() -> None:
-    assert set(matrix.sample([2], 10**6, seed=0)) == set(matrix.cases([2]))
-
-
 def test_names_of_cases() -> None:
     for case in matrix.cases(matrix.WORLDS):
         assert matrix.parse(str(case)) == case
@@ -177,14 +173,3 @@ def test_verdict_of_xla_on_gpus() -> None:
     assert "was found after 1.20 s" in " ".join(problems(process, platform="gpu"))
     process.events[3:] = [error(8.2, found=2.9)]
     assert "came after 6.20 s; the limit is 6.10 s" in " ".join(problems(process, platform="gpu"))
-
-
-def test_verdict_of_a_victim_that_goes_on() -> None:
-    assert "never came to its fault" in problems(survivor(), Process([], 0, 1.0))[-1]
-    assert "exit code is 0, not -9" in " ".join(
-        problems(survivor(), Process([event("fault", 2.0)], 0, 2.0))
-    )
-
-
-def test_verdict_of_what_is_left() -> None:
-    assert problems(survivor(), left=["segment s"]) == ["left behind: segment s"]

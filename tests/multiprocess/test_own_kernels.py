@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -23,9 +22,6 @@ from jax.sharding import PartitionSpec as P
 from tiers import full
 
 import jax_intranode as jin
-from jax_intranode._src.group import peer_buffer
-from jax_intranode._src.native import extension
-from jax_intranode._src.selection import config
 
 pytestmark = pytest.mark.one_version
 
@@ -189,30 +185,6 @@ def test_memory(no_buffers: None) -> None:
     assert again.closed
 
 
-def test_bound(monkeypatch: pytest.MonkeyPatch, no_buffers: None) -> None:
-    need_devices(2)
-    on_gpus = jax.devices()[0].platform == "gpu"
-    limit, wanted, taken = (2, 2 << 20, 2 << 20) if on_gpus else (1, (1 << 19) + 1, 1 << 19)
-    monkeypatch.setenv("JAX_INTRANODE_PEER_BUFFERS_MIB", str(limit))
-    config.get.cache_clear()
-    try:
-        mesh = mesh_of(2)
-        half = jin.peer_buffer("half", (1 << 19,), jnp.int8, "i", mesh=mesh)
-        with pytest.raises(ValueError, match=rf"{wanted} .* {taken} in other .*_MIB={limit} "):
-            jin.peer_buffer("more", ((1 << 19) + 1,), jnp.int8, "i", mesh=mesh)
-        half.close()
-        jin.peer_buffer("more", (1 << 20,), jnp.int8, "i", mesh=mesh)
-        # CUDA IPC exports whole blocks of 2 MiB.
-        module = extension.module("cpu")
-        assert peer_buffer._allocated("cpu", 33) == module.PEER_HEADER_BYTES + 64
-        with mock.patch.object(extension, "module", lambda _: module):
-            assert peer_buffer._allocated("gpu", 1) == 2 << 20
-            assert peer_buffer._allocated("gpu", 2 << 20) == 4 << 20
-    finally:
-        monkeypatch.undo()
-        config.get.cache_clear()
-
-
 @pytest.mark.parametrize(
     ("arguments", "error", "text"),
     [
@@ -234,16 +206,6 @@ def test_wrong_arguments(arguments: Any, error: type[Exception], text: str) -> N
     need_devices(2)
     with pytest.raises(error, match=text):
         jin.peer_buffer(*arguments, mesh=mesh_of(2))
-
-
-def test_no_mesh_or_group() -> None:
-    need_devices(2)
-    with pytest.raises(ValueError, match="no mesh is set; pass mesh="):
-        jin.peer_buffer("a", (2,), "f4", "i")
-    with pytest.raises(TypeError, match="pass a jax"):
-        jin.peer_buffer("a", (2,), "f4", "i", mesh=2)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="have one device"):
-        jin.peer_buffer("a", (2,), "f4", "i", mesh=mesh_of(1))
 
 
 def test_wrong_calls(registered: None, no_buffers: None) -> None:

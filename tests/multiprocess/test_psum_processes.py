@@ -28,7 +28,6 @@ QUICK = {
     "ragged_of_tables_in_a_loop": ("2",),
     "experts_of_random_routings": ("2-1", "2-4"),
     "random_programs_in_turn": (),
-    "graphs_of_segments_in_turn": (),
     "independent_calls_of_unequal_cost": (),
 }
 QUICK_OF_FOUR = QUICK | {

@@ -130,8 +130,7 @@ SOUND = {
     },
     "fused_order_test": {"quick": [""]},
     "peer_test": {
-        "quick": ["unknown"],
-        "full": ["timer", "sound 2 300", "sound 3 200", "sound 4 200", "stop"],
+        "full": ["unknown", "timer", "sound 2 300", "sound 3 200", "sound 4 200", "stop"],
     },
     "failed_launch_test": {"quick": ["", "captured", "unclosed"]},
     "gpu_monitor_test": {"quick": ["2000"], "full": ["100000"]},
@@ -303,21 +302,21 @@ BROKEN_ENDS = "{0}: ranks {1} operations {2} ends wrong, "
 # Program, arguments, tier.
 BROKEN = (
     [
-        ("collectives_model", variant + " 2 3", "quick" if k % 3 == 0 else "full")
+        ("collectives_model", variant + " 2 3", "quick" if k % 6 == 0 else "full")
         for k, variant in enumerate(_COLLECTIVES)
     ]
     + [("collectives_model", variant + " 3 3", "long") for variant in _COLLECTIVES]
-    + [("collectives_model", variant + " 4 3 mesh", "quick") for variant in _CUBE_MESH]
+    + [("collectives_model", variant + " 4 3 mesh", "full") for variant in _CUBE_MESH]
     + [
         ("collectives_model", f"{variant} {ranks} 3 few_rows", tier)
-        for variant in _FEW_ROWS
-        for ranks, tier in [(2, "quick"), (3, "full")]
+        for k, variant in enumerate(_FEW_ROWS)
+        for ranks, tier in [(2, "quick" if k % 4 == 0 else "full"), (3, "full")]
     ]
     + [
         ("collectives_model", "idle_epochs 2 6 mesh", "quick"),
     ]
     + [
-        ("permute_model", variant + " 2 3", "quick" if k % 3 == 0 else "full")
+        ("permute_model", variant + " 2 3", "quick" if k % 6 == 0 else "full")
         for k, variant in enumerate(_PERMUTES + _PERMUTES_CHECK)
     ]
     + [("permute_model", variant + " 3 3 together", "full") for variant in _PERMUTES]
@@ -325,7 +324,7 @@ BROKEN = (
         ("ragged_model", variant + " 2 2", "quick" if k % 3 == 0 else "full")
         for k, variant in enumerate(_RAGGED)
     ]
-    + [("ragged_model", variant + " 2 2 experts", "quick") for variant in _RAGGED]
+    + [("ragged_model", variant + " 2 2 experts", "full") for variant in _RAGGED]
     + [
         ("peer_model", f"{variant} {ranks} 3", "full")
         for variant, worlds in _PEER_BUFFERS

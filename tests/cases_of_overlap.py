@@ -10,7 +10,6 @@ import types
 from typing import Any
 
 import cases
-import cases_of_wrong_matmuls  # noqa: F401
 import jax
 import jax.numpy as jnp
 import numpy as np

@@ -208,10 +208,4 @@ def test_gpus_that_are_linked_in_part_fall_back(
     assert "00000000:06:00.0" in reason
 
 
-def test_one_gpu_twice(monkeypatch: pytest.MonkeyPatch) -> None:
-    report = make_reports(2, {(0, 1): 4})[0]
-    with pytest.raises(key_value_store.Refused, match="devices 10 and 11 are one GPU"):
-        links_of([report, report], monkeypatch)
-
-
 # A process for each device.

@@ -237,21 +237,6 @@ def chosen(rows: int, hidden: int, **facts: Any) -> select.Selection:
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("world_size", range(2, 9))
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_every_number_of_rows_is_served_on_gpus(world_size: int, dtype: str) -> None:
-    for rows in (1, 7, 64, 4096, 100_000):
-        for hidden in (1, 13, 8192, 16384):
-            scattered = "psum_scatter_residual_layer_norm"
-            parts = chosen(rows, hidden, world_size=world_size, dtype=dtype, operation=scattered)
-            assert parts.algorithm == "reduce_scatter_layer_norm"
-            selected = chosen(rows, hidden, world_size=world_size, dtype=dtype)
-            assert selected.algorithm in ("one_shot_rms_norm", "two_shot_rms_norm")
-            packs = -(-hidden * (4 if dtype == "float32" else 2) // 16)
-            most = definitions.MAX_HIDDEN * (4 if dtype == "float32" else 2) // 16 // 512
-            assert packs <= selected.threads * most and 1 <= selected.blocks <= 256
-
-
 def test_selection() -> None:
     assert chosen(1, 8192).algorithm == "one_shot_rms_norm"
     assert (chosen(1, 8192).blocks, chosen(1, 8192).threads) == (1, 512)

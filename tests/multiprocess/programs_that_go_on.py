@@ -5,12 +5,10 @@ import multiprocessing
 import os
 import signal
 import sys
-import tempfile
 import threading
 import time
 import warnings
 from collections.abc import Iterator
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -164,29 +162,6 @@ def forked_workers() -> None:
         say(read(result))
 
 
-def forks_beside_a_thread() -> None:
-    """As data loaders do. JAX warns of each fork: it prints, and another thread runs meanwhile."""
-    begin()
-    warnings.simplefilter("always")
-    over = threading.Event()
-
-    def ask() -> None:
-        while not over.is_set():
-            assert jax_intranode.last_failure() is None
-            time.sleep(0.001)
-
-    thread = threading.Thread(target=ask, daemon=True)
-    thread.start()
-    for _ in range(60 if rank() == 0 else 0):
-        child = os.fork()
-        if child == 0:
-            os._exit(0)
-        os.waitpid(child, 0)
-    over.set()
-    thread.join()
-    say(read(total(2)))
-
-
 def checkpoints_at_sigterm() -> None:
     """Rank 0 gets the signal, and all ranks agree to end."""
     told: list[int] = []
@@ -232,43 +207,6 @@ def ends_before_its_peer(wait_s: float = LATER_S) -> None:
         say(jax_intranode.last_failure())
 
 
-TESTS = """
-import jax, jax.numpy, numpy, pytest
-from jax.sharding import PartitionSpec as P
-import jax_intranode
-
-@pytest.fixture(scope="session")
-def mesh():
-    return jax.sharding.Mesh(numpy.array(jax.devices()), ("x",))
-
-@pytest.fixture(params=[1.0, 2.0])
-def total(mesh, request):
-    x = jax.make_array_from_callback(
-        (mesh.size,), jax.NamedSharding(mesh, P("x")),
-        lambda index: numpy.full(1, request.param, numpy.float32))
-    add = jax.shard_map(
-        lambda v: jax_intranode.psum(v, "x"), mesh=mesh, in_specs=P("x"), out_specs=P())
-    return jax.jit(add)(x).addressable_data(0)[0] / request.param
-
-def test_total(mesh, total):
-    assert total == mesh.size
-
-@pytest.mark.xfail(raises=ZeroDivisionError, strict=True)
-def test_that_is_known_to_fail(mesh):
-    1 / 0
-"""
-
-
-def pytest_in_a_rank() -> None:
-    import pytest
-
-    begin()
-    with tempfile.TemporaryDirectory() as directory:
-        file = Path(directory) / "test_in_a_rank.py"
-        file.write_text(TESTS)
-        say(int(pytest.main(["-q", "-p", "no:cacheprovider", "-p", "no:benchmark", str(file)])))
-
-
 def catches_exceptions() -> None:
     """Of a callback, of a wrong program, of threads; then rank 1 works without collectives."""
 
@@ -311,8 +249,6 @@ def all_that_go_on() -> None:
         compiles_in_a_thread,
         interrupted_in_a_wait,
         shutdown_twice,
-        forks_beside_a_thread,
-        pytest_in_a_rank,
         catches_exceptions,
         forked_workers,
     ):

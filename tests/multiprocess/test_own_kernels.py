@@ -110,50 +110,6 @@ def test_shifts(n: int, registered: None, no_buffers: None) -> None:
             assert y.tobytes() == rolled(x, by, scale, offset).astype(np.float32).tobytes()
 
 
-def test_independent_calls(registered: None, no_buffers: None) -> None:
-    """XLA starts them in another order on each device; the library's own calls run among them."""
-    need_devices(4)
-    mesh = mesh_of(4)
-    shift = example().make(mesh, "i", MOST)
-
-    @partial(sharded, mesh)
-    def f(v: Any) -> Any:
-        v = delay(v, 1)
-        shifted = [shift(v * k, k) for k in range(12)]
-        return sum(shifted) + sum(jin.psum(v + k, "i") for k in range(4))
-
-    x = np.random.default_rng(0).integers(-9, 9, (4, 50)).astype(np.float32)
-    wanted = sum(rolled(x * k, k) for k in range(12)) + sum((x + k).sum(0) for k in range(4))
-    for _ in range(5):
-        np.testing.assert_array_equal(f(x), wanted)
-
-
-@pytest.mark.parametrize("check_vma", [True, full(False)])
-def test_gradients(check_vma: bool, registered: None, no_buffers: None) -> None:
-    need_devices(4)
-    mesh = mesh_of(4)
-    shift = example().make(mesh, "i", MOST)
-    x, w = np.random.default_rng(1).integers(-9, 9, (2, 4, 30)).astype(np.float32)
-
-    def loss(form: str, v: Any, u: Any) -> Any:
-        call = {"plain": shift, "remat": jax.checkpoint(shift, static_argnums=(1, 2, 3))}
-        if form in call:
-            y = call[form](v, 1, 2.0, 3.0)
-        elif form == "scan":
-            y = jax.lax.scan(lambda c, _: (shift(c, 1, 1.0, 0.0), None), v, length=3)[0]
-        else:
-            y = jax.vmap(lambda r: shift(r, 1, 2.0, 3.0))(jnp.stack([v, v]))[1]
-        return (y * u).sum()[None]
-
-    for form, by, scale in (("plain", 1, 2), ("remat", 1, 2), ("scan", 3, 1), ("vmap", 1, 2)):
-        mapped = jax.shard_map(
-            partial(loss, form), mesh=mesh, in_specs=(P("i"), P("i")), out_specs=P("i"),
-            check_vma=check_vma,
-        )  # fmt: skip
-        gradient = jax.jit(jax.grad(lambda v, u, f=mapped: f(v, u).sum()))(x, w)
-        np.testing.assert_array_equal(gradient, scale * np.roll(w, -by, 0), err_msg=form)
-
-
 def test_memory(no_buffers: None) -> None:
     need_devices(2)
     mesh = mesh_of(2)

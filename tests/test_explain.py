@@ -6,7 +6,6 @@ import os
 import re
 from collections.abc import Callable
 from typing import Any
-from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -29,9 +28,6 @@ from jax_intranode import (
     psum_scatter,
     row_parallel_matmul,
 )
-from jax_intranode._src.group import agreed
-from jax_intranode._src.group import rendezvous as rendezvous_lib
-from jax_intranode._src.jax_private import hlo
 from jax_intranode._src.native import definitions
 from jax_intranode._src.selection import config
 
@@ -271,25 +267,6 @@ def reasons(body: Callable[..., Any]) -> list[str]:
     calls = explained(body)
     assert all(call.algorithm == "lax" and (call.blocks, call.threads) == (0, 0) for call in calls)
     return [call.reason for call in calls]
-
-
-def test_reason_of_the_rendezvous() -> None:
-    refused = agreed.Rendezvous({}, "cpu", "single", reason="no peer access")
-    with mock.patch.object(rendezvous_lib, "rendezvous_of", lambda devices: refused):
-        assert reasons(lambda v: psum(v, "x")) == ["no peer access"]
-
-
-def test_partly_manual_mesh() -> None:
-    need_devices(4)
-    mesh = make_mesh((2, N // 2), ("auto", "x"))
-    f = jax.shard_map(
-        lambda v: psum(v, "x"), mesh=mesh, in_specs=P(None, "x"), out_specs=P(), axis_names={"x"}
-    )
-    argument = jnp.zeros((8, 8 * N))
-    (call,) = explain(f)(argument)
-    assert call.algorithm == "lax"
-    assert call.reason == "a partly manual mesh: shard_map has not bound 'auto'"
-    assert hlo.in_lowered(jax.jit(f).lower(argument).as_text()) == {"all-reduce": 1}
 
 
 # Arguments.

@@ -178,52 +178,6 @@ def test_only_what_is_differentiated_is_sent() -> None:
         assert text.count("@jax_intranode_psum(") == sums
 
 
-# Arguments.
-
-X, R, W = jnp.ones((2, 8)), jnp.ones((2, 8)), jnp.ones(8)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "options", "error", "message"),
-    [
-        (([1.0], R, W), {}, TypeError, "x is a list; pass an array"),
-        ((X.astype(int), R, W), {}, TypeError, "x has the dtype int32"),
-        ((X, R.astype("bfloat16"), W), {}, TypeError, "x is float32, residual is bfloat16"),
-        ((X, R[:1], W), {}, ValueError, r"residual has the shape \(1, 8\)"),
-        ((X, R, W[:4]), {}, ValueError, r"weight has the shape \(4,\)"),
-        ((X, R, W), {"bias": R}, ValueError, r"bias has the shape \(2, 8\)"),
-        ((X, R, W), {"eps": "small"}, TypeError, "eps is 'small'; pass a number"),
-        ((X, R, W), {"eps": -1.0}, ValueError, "eps is -1.0; it must not be negative"),
-        ((X, R, W), {"eps": float("nan")}, ValueError, "pass a finite number"),
-        ((X[:, :0], R[:, :0], W[:0]), {}, ValueError, "the last of them not empty"),
-        ((X[0, 0], R[0, 0], W), {}, ValueError, "needs 1 dimension"),
-    ],
-)
-def test_wrong_arguments(arguments: Any, options: Any, error: Any, message: str) -> None:
-    x, *others = arguments
-    many = x if isinstance(x, list) else None
-
-    def body(v: Any, *others: Any) -> Any:
-        return rms(v[0] if many is None else many, *others, **options)
-
-    shown = jnp.ones((len(jax.devices()), 1)) if many else jnp.stack([x] * len(jax.devices()))
-    f = sharded(body, line(), (P("x"), P(), P()), P())
-    with pytest.raises(error, match=message):
-        f(shown, *others)
-
-
-@pytest.mark.parametrize(("argument", "name"), [(1, "residual"), (2, "weight")])
-def test_operands_that_vary_are_refused(argument: int, name: str) -> None:
-    def body(*arguments: Any) -> Any:
-        chosen = [arguments[0][0], *arguments[1:]]
-        chosen[argument] = chosen[argument] + chosen[0].sum()
-        return rms(*chosen)
-
-    f = sharded(body, line(), (P("x"), P(), P()), P(), check_vma=True)
-    with pytest.raises(ValueError, match=f"{name} varies over the axes"):
-        jax.jit(f)(jnp.stack([X] * len(jax.devices())), R, W)
-
-
 # Selection.
 
 

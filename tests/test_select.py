@@ -130,20 +130,6 @@ def test_the_limit_that_a_reason_names_is_the_limit() -> None:
             assert choose(setup, world, limit + element, dtype, operation).algorithm == "lax"
 
 
-@pytest.mark.parametrize("algorithm", RECORDS["psum"].in_order)
-@pytest.mark.parametrize("setup", SETUPS, ids="-".join)
-def test_forced_algorithm_runs_wherever_it_fits(setup: tuple[str, str], algorithm: str) -> None:
-    most = epoch_buffer_bytes(setup[0])
-    for world, dtype in itertools.product(WORLDS, KINDS):
-        for nbytes in sizes(dtype):
-            chosen = choose(setup, world, nbytes, dtype, algorithm=algorithm)
-            whole = needed(algorithm, nbytes, dtype, world) <= most
-            assert chosen.algorithm == algorithm, (world, dtype, nbytes)
-            assert whole or chosen.segments > 1
-            assert "JAX_INTRANODE_ALGORITHM" in chosen.reason
-            assert chosen.blocks >= 1 and chosen.threads >= 1
-
-
 def test_a_buffer_that_is_a_byte_too_small() -> None:
     def chosen(epoch_buffer_bytes: int, dtype: str, **more: object) -> select.Selection:
         return choose(

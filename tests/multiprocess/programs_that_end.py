@@ -5,7 +5,6 @@ import contextlib
 import os
 import resource
 import signal
-import socket
 import sys
 import threading
 import time
@@ -17,7 +16,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
 from program_parts import (
-    CALLS_LAX,
     COLUMNS,
     LATER_S,
     OPERATIONS,
@@ -33,10 +31,7 @@ from program_parts import (
     total,
 )
 
-import jax_intranode
-from jax_intranode._src.command_line.launcher.rank import connect
 from jax_intranode._src.health import peers
-from jax_intranode._src.selection import config
 
 
 def last_step_unread() -> None:
@@ -264,28 +259,6 @@ def _runs(pid: int) -> bool:
     with contextlib.suppress(OSError):
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     return False
-
-
-def distributed_again() -> None:
-    begin()
-    # Another port: on the same one rank 1 could still reach the service that rank 0 will end.
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = multihost_utils.broadcast_one_to_all(np.int32(free.getsockname()[1]))
-    if not CALLS_LAX:
-        jax_intranode.shutdown()
-    jax.distributed.shutdown()
-    summing.cache_clear()
-    jax.clear_caches()
-    jax.extend.backend.clear_backends()
-    os.environ[config.COORDINATOR] = f"127.0.0.1:{port}"
-    connect(jax.config.jax_platforms)
-    begin()
-    if rank() == 0:
-        time.sleep(LATER_S)
-    result = total(2)
-    if rank() == 0:
-        say(read(result))
 
 
 def calls_after_its_end() -> None:

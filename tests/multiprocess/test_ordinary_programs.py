@@ -34,7 +34,6 @@ PROGRAMS = {
     "thread_after_the_end": Program([["6.0", "9.0"]] * 2),
     "calls_after_its_end": Program([["6.0"], ["6.0"]]),
     "distributed_shutdown_in_the_middle": Program([["6.0", "False"], ["6.0"]]),
-    "distributed_again": Program([["6.0"], []]),
     # Ranks that are not equally fast; processes, threads, signals, exceptions.
     "all_that_go_on": Program(
         [
@@ -60,7 +59,7 @@ PROGRAMS = {
 
 # Variants of others, and those that take long.
 FULL = (
-    *("ends_long_before_its_peer", "all_ranks_are_stopped 35 5", "distributed_again"),
+    *("ends_long_before_its_peer", "all_ranks_are_stopped 35 5"),
     *("collective_in_exit_handlers", "distributed_shutdown_in_the_middle"),
     *("checkpoints_at_sigterm", "thread_after_the_end", "ends_before_its_peer_lowers"),
     *("shuts_down_in_an_exit_handler", "ends_jax_itself clears_backends"),

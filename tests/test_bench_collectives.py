@@ -66,6 +66,12 @@ def test_count_wrong_compares_bits() -> None:
     assert oracle.count_wrong(got, expected, None) == 2
 
 
+def test_count_wrong_with_a_tolerance() -> None:
+    expected = np.array([1.0, 1.0, 1.0], np.float32)
+    got = np.array([1.05, 1.2, np.nan], np.float32)
+    assert oracle.count_wrong(got, expected, np.full(3, 0.1)) == 2
+
+
 def test_count_wrong_on_devices_compares_each_devices_part() -> None:
     mesh = mesh_of_two()
     sharding = jax.sharding.NamedSharding(mesh, PartitionSpec("x"))

@@ -55,28 +55,6 @@ def test_refused_values(name: str, text: str, says: str) -> None:
     assert f"JAX_INTRANODE_{name}={text!r}" in str(error.value)
 
 
-def test_all_variables_together() -> None:
-    assert config.parse(
-        {
-            "JAX_INTRANODE_DISABLE": "1",
-            "JAX_INTRANODE_TOPOLOGY": "unknown",
-            "JAX_INTRANODE_SLAB_MIB": "3",
-            "JAX_INTRANODE_RING_MIB": "4",
-            "JAX_INTRANODE_PEER_BUFFERS_MIB": "5",
-            "JAX_INTRANODE_TIMEOUT_S": "2.5",
-            "JAX_INTRANODE_REPORT_AFTER_S": "0.5",
-            "JAX_INTRANODE_ALGORITHM": "two_shot",
-            "JAX_INTRANODE_STRICT": "1",
-            "JAX_INTRANODE_SEGMENT_KIB": "64",
-            "JAX_INTRANODE_FUSE_NORMS": "always",
-            "JAX_INTRANODE_TUNING": "file",
-            "JAX_INTRANODE_LOG": "info",
-        }
-    ) == config.Config(
-        *(True, "unknown", 3, 4, 5, 2.5, 0.5, "two_shot", 64, "always", True, "file", "info")
-    )
-
-
 def test_each_field_has_a_variable() -> None:
     names = (of.name.rstrip("_").upper() for of in dataclasses.fields(config.Config))
     fields = {f"JAX_INTRANODE_{name}" for name in names}

@@ -319,3 +319,10 @@ def test_functions_of_other_jits() -> None:
 
     with pytest.raises(TypeError, match=r"Jitted, whose trace has no jaxpr"):
         jax_intranode.explain(Jitted())(jnp.ones(3))
+
+
+def test_tree_of_several_operations() -> None:
+    with forced("one_shot"):
+        calls = explained(many)
+    n = definitions.MAX_BUFFERS
+    assert [(len(call.shapes), call.dtype) for call in calls] == [(n, "float32"), (1, "float32")]

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from devices import need_devices, need_gpus
 from processes import free_port, python
-from tiers import quick
+from tiers import full, quick
 
 
 def run_program(tmp_path: Path, code: str, *arguments: str) -> tuple[int, str]:
@@ -186,7 +186,7 @@ if __name__ == "__main__":
     [
         ("", "FAILURE None"),
         ("raise ValueError('loss is NaN')", "has failed: RuntimeError: exit code 1."),
-        ("sys.exit(3)", "has failed: SystemExit: 3."),
+        full("sys.exit(3)", "has failed: SystemExit: 3."),
     ],
     ids=["returns", "raises", "exits"],
 )

@@ -194,19 +194,3 @@ def test_a_jax_that_is_too_old_is_refused(tmp_path: Path) -> None:
     done = run_python(f"{OLD_JAX}\nimport jax_intranode", "-P", cwd=tmp_path)
     assert done.returncode == 1
     assert done.stderr.splitlines()[-1] == f"ImportError: jax_intranode {SAYS}"
-
-
-@pytest.mark.parametrize("command", ["info", "doctor"])
-def test_commands_name_a_jax_that_is_too_old(tmp_path: Path, command: str) -> None:
-    (tmp_path / "sitecustomize.py").write_text(OLD_JAX)
-    done = python(
-        *("-m", "jax_intranode", command),
-        cwd=tmp_path,
-        stderr=subprocess.PIPE,
-        PYTHONPATH=str(tmp_path),
-        JAX_PLATFORMS="cpu",
-    )
-    assert done.returncode == (command == "doctor"), done.stderr
-    assert (
-        f"package: `import jax_intranode` fails: ImportError: jax_intranode {SAYS}" in done.stdout
-    )

@@ -17,7 +17,6 @@ import pytest
 from cases import make_mesh
 from devices import need_devices
 from jax.sharding import PartitionSpec as P
-from processes import python
 
 import jax_intranode as jin
 from jax_intranode import __main__ as command_line
@@ -275,10 +274,3 @@ def test_command_line(
     assert message.startswith("python -m jax_intranode")
     for text in COMMANDS[line]:
         assert text.format(files=tmp_path) in message, message
-
-
-@pytest.mark.full
-def test_no_traceback(tmp_path: Path) -> None:
-    done = python("-m", "jax_intranode", "run", "missing.py", cwd=tmp_path)
-    assert done.returncode == 2
-    assert len(done.stdout.splitlines()) == 1, done.stdout

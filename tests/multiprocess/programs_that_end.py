@@ -139,29 +139,6 @@ def ends_long_before_its_peer() -> None:
                 os.open(os.devnull, os.O_RDONLY)
 
 
-def ends_before_its_peer_lowers() -> None:
-    """Rank 0 compiles one more program over all devices, for its costs, and runs it nowhere."""
-    begin()
-    if rank() == 0:
-        time.sleep(LATER_S)
-        mesh = line()
-        lowered = on(mesh, lambda v: OPERATIONS.psum(v * 2, "x")).lower(parts(mesh))
-        say(lowered.compile() is not None)
-
-
-def collective_in_exit_handlers() -> None:
-    """One handler is registered before the first collective, and one after it."""
-
-    def at_exit(scale: float, wait_s: float) -> None:
-        if rank() == 1:
-            time.sleep(wait_s)
-        say(read(total(scale)))
-
-    atexit.register(at_exit, 3, LATER_S)
-    begin()
-    atexit.register(at_exit, 2, 0)
-
-
 def shuts_down_in_an_exit_handler() -> None:
     """The handler that runs after it calls a collective, for which rank 0 comes late."""
     begin()
@@ -219,20 +196,6 @@ def leaves_after_shutdown() -> None:
     if rank() == 1:
         os.execv(sys.executable, [sys.executable, "-c", "print('END: None')"])
     time.sleep(LATER_S)
-
-
-def thread_after_the_end() -> None:
-    """A thread that is no daemon calls collectives when the main thread has come to its end."""
-
-    def work() -> None:
-        threading.main_thread().join()
-        for scale in (2, 3):
-            if rank() == 1:
-                time.sleep(LATER_S / 2)
-            say(read(total(scale)))
-
-    begin()
-    threading.Thread(target=work).start()
 
 
 def distributed_shutdown_in_the_middle() -> None:

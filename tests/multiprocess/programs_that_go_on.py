@@ -162,19 +162,6 @@ def forked_workers() -> None:
         say(read(result))
 
 
-def checkpoints_at_sigterm() -> None:
-    """Rank 0 gets the signal, and all ranks agree to end."""
-    told: list[int] = []
-    signal.signal(signal.SIGTERM, lambda number, frame: told.append(number))
-    begin()
-    if rank() == 0:
-        in_background("sleep 1", f"kill -TERM {os.getpid()}")
-    while read(total(len(told) if rank() == 0 else 0)) == 0:
-        time.sleep(0.05)
-    time.sleep(LATER_S * rank())
-    say(read(total(2)))
-
-
 def interrupted_in_a_wait() -> None:
     """Ctrl-C, as the terminal sends it to all: caught, and the program goes on."""
     begin()

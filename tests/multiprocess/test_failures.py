@@ -26,7 +26,6 @@ from tiers import full
 import jax_intranode
 from jax_intranode._src.jax_private.distributed import key_value_client
 from jax_intranode._src.native import extension
-from jax_intranode._src.selection import tuning
 from jax_intranode._src.selection.overlap import choice
 from jax_intranode._src.selection.overlap.plan import Plan
 
@@ -235,37 +234,6 @@ def sends_a_bad_table(table: int, value: int) -> None:
     os._exit(0)
 
 
-def misses_a_rank(missing: int) -> None:
-    """One process comes after the others have given up on it."""
-    mesh = cases.line()
-    others = [r for r in range(mesh.size) if r != missing]
-    if jax.process_index() == missing:
-        come("others", others)
-    started = time.monotonic()
-    jax_intranode.initialize(mesh)
-    say("TOOK", time.monotonic() - started)
-    chosen = cases.selection(mesh, ("x",), (100,), "float32")
-    assert chosen.algorithm == "lax", chosen
-    say("REASON", chosen.reason)
-    if jax.process_index() != missing:
-        come("others", others)
-    falls_back()
-
-
-def falls_back() -> None:
-    """All ranks fall back to lax, give the same reason, and compute the right sums."""
-    mesh = cases.line()
-    jax_intranode.initialize(mesh)
-    for count in (100, 7):
-        chosen = cases.selection(mesh, ("x",), (count,), "float32")
-        assert chosen.algorithm == "lax", chosen
-        say("REASON", chosen.reason)
-    before = extension.handler_calls()
-    check_sum(mesh, 4)
-    assert extension.handler_calls() == before
-    say("SUM", "right")
-
-
 # The tests.
 
 
@@ -376,64 +344,6 @@ def test_bad_table_of_a_ragged_all_to_all(ranks: Any, table: int, value: int, te
         assert re.search(
             f"ragged_all_to_all .*failed: update 0 from rank 1 to rank 0 has {text}", error
         )
-
-
-@pytest.mark.parametrize("missing", [full(0), 1])
-def test_rank_that_never_comes(ranks: Any, missing: int) -> None:
-    need_ranks(2)
-    logs = ranks(misses_a_rank, 2, env=ENV, arguments=[missing])
-    reasons = [lines(log, "REASON") for log in logs]
-    assert len({*reasons[0], *reasons[1]}) == 1, reasons
-    assert f"process {missing} " in reasons[0][0]
-    (took,) = lines(logs[1 - missing], "TOOK")
-    assert TIMEOUT_S - 0.5 <= float(took) <= TIMEOUT_S + 10 + 15
-    assert all(lines(log, "SUM") == ["right"] for log in logs)
-
-
-# The values of two processes whose environments differ.
-DIFFERENT = {
-    "ALGORITHM": ("one_shot", "two_shot"),
-    "SLAB_MIB": ("4", "8"),
-    "RING_MIB": ("4", "8"),
-    "TIMEOUT_S": ("30.0", "40.0"),
-    "TOPOLOGY": ("fully_connected", "hybrid_cube_mesh"),
-}
-
-
-def tuning_of(device: str, file: Path) -> dict[str, str]:
-    """The environment that names a tuning without rows, made for a kind of device."""
-    platform = jax.devices()[0].platform
-    fields = {
-        "platform": platform,
-        "device": device,
-        "devices": 2,
-        "versions": {},
-        "date": "2026-11-23",
-    }
-    tuning.write(file, {**fields, "tables": [], "profile": None})
-    return {tuning.VARIABLE: str(file)}
-
-
-def environments(directory: Path) -> dict[str, list[dict[str, str]]]:
-    """Environments of two processes that make them fall back, by a name of each.
-
-    Args:
-        directory: for files that they name.
-    """
-    found = {
-        name: [{f"JAX_INTRANODE_{name}": value} for value in values]
-        for name, values in DIFFERENT.items()
-    }
-    found["version"] = [{"VERSION": "0.1.0"}, {"VERSION": "0.2.0"}]
-    tuned = tuning_of(jax.devices()[0].device_kind, directory / "here.json")
-    found["tuning"] = [{}, tuned]
-    found["tuning of another device"] = [tuning_of("NVIDIA H300", directory / "other.json")] * 2
-    found["disabled"] = [{"JAX_INTRANODE_DISABLE": "1"}] * 2
-    found["disabled in one"] = [{}, {"JAX_INTRANODE_DISABLE": "1"}]
-    found["no kernels"] = [{"JAX_INTRANODE_TOPOLOGY": "hybrid_cube_mesh"}] * 2
-    if jax.devices()[0].platform == "cpu":  # only CPU slabs are in /dev/shm
-        found["large slab"] = [{"JAX_INTRANODE_SLAB_MIB": "10000000"}] * 2
-    return found
 
 
 def test_segments_of_crashed_processes_are_removed() -> None:

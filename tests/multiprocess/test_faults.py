@@ -19,12 +19,13 @@ from tiers import full
 # On machines that run other tests at the same time.
 SLACK = 6
 PLATFORM = jax.devices()[0].platform
-# Each kind of end, and a rank that is only late for ever.
+# Each kind of end, and ranks that are late for ever, also for the rendezvous.
 QUICK = (
     "psum:inside:kill:1of2",
     "psum:second_run:exception:1of2",
     "psum:idle:exit:1of2",
     "psum:first_run:away:0of2",
+    "psum:meeting:away:1of2",
 )
 # The same in the pipeline and in the fused kernel.
 ON_GPUS = (

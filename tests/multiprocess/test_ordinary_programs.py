@@ -21,17 +21,11 @@ PROGRAMS = {
     "ends_while_it_computes_in_a_thread": Program([["6.0"], []]),
     "other_threads_never_rest": Program([[]] * 3),
     "ends_long_before_its_peer": Program([["4.0"], []]),
-    # XLA:GPU would ask the peer for its share of the autotuning.
-    "ends_before_its_peer_lowers": Program(
-        [["True"], []], env={"XLA_FLAGS": "--xla_gpu_shard_autotuning=false"}
-    ),
-    "collective_in_exit_handlers": Program([["6.0", "9.0"]] * 2),
     "shuts_down_in_an_exit_handler": Program([["6.0"]] * 2),
     "signals_at_its_end": Program([["6.0"], []]),
     "ends_jax_itself shuts_down": Program([["6.0"]] * 2),
     "ends_jax_itself clears_backends": Program([["6.0"]] * 2),
     "leaves_after_shutdown": Program([["6.0"]] * 2),
-    "thread_after_the_end": Program([["6.0", "9.0"]] * 2),
     "calls_after_its_end": Program([["6.0"], ["6.0"]]),
     "distributed_shutdown_in_the_middle": Program([["6.0", "False"], ["6.0"]]),
     # Ranks that are not equally fast; processes, threads, signals, exceptions.
@@ -52,7 +46,6 @@ PROGRAMS = {
         [["6.0"]] * 2, env=SHORT, only_cpu="a kernel goes on while its process is stopped"
     ),
     "all_ranks_are_stopped 35 5": Program([["6.0"]] * 2, env={"JAX_INTRANODE_TIMEOUT_S": "90"}),
-    "checkpoints_at_sigterm": Program([["6.0"]] * 2),
     "plain": Program([["6.0"]] * 2, options=["-X", "dev", "-W", "error"]),
 }
 
@@ -60,9 +53,8 @@ PROGRAMS = {
 # Variants of others, and those that take long.
 FULL = (
     *("ends_long_before_its_peer", "all_ranks_are_stopped 35 5"),
-    *("collective_in_exit_handlers", "distributed_shutdown_in_the_middle"),
-    *("checkpoints_at_sigterm", "thread_after_the_end", "ends_before_its_peer_lowers"),
-    *("shuts_down_in_an_exit_handler", "ends_jax_itself clears_backends"),
+    *("distributed_shutdown_in_the_middle", "shuts_down_in_an_exit_handler"),
+    "ends_jax_itself clears_backends",
 )
 
 

@@ -29,6 +29,13 @@ QUICK = {
     "experts_of_random_routings": ("2-1", "2-4"),
     "random_programs_in_turn": (),
     "independent_calls_of_unequal_cost": (),
+    "beside_lax": ("psum",),
+    "chain_with_delays": ("psum", "all_gather", "ppermute"),
+    "input_overwritten": ("psum", "all_to_all"),
+    "results_amid_other_data": ("int8",),
+    "results_that_a_scan_stacks": (),
+    "special_values": ("two_shot", "all_gather"),
+    "word_of_no_data": ("ppermute",),
 }
 QUICK_OF_FOUR = QUICK | {
     "matmuls_on_a_data_and_tensor_mesh": (),

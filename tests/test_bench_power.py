@@ -8,6 +8,7 @@ from typing import Any
 import jax.numpy as jnp
 import pytest
 from bench_settings import mesh_of_two
+from test_topology import SWITCH_LINK, FakeNvml, bus_id
 
 from jax_intranode._src.command_line.bench import power
 
@@ -16,26 +17,10 @@ pytestmark = pytest.mark.one_version
 WATTS, MHZ = (250, 300), (1700, 1500)
 
 
-class Nvml(types.ModuleType):
-    """NVML of two GPUs, whose handles are 0 and 1."""
-
-    class NVMLError(Exception):
-        """The base of NVML's errors."""
+class Nvml(FakeNvml):
+    """NVML of two GPUs."""
 
     knows_energy = True
-
-    def nvmlInit(self) -> None: ...
-
-    def nvmlShutdown(self) -> None: ...
-
-    def nvmlDeviceGetCount(self) -> int:
-        return 2
-
-    def nvmlDeviceGetHandleByIndex(self, index: int) -> int:
-        return index
-
-    def nvmlDeviceGetPciInfo(self, handle: int) -> Any:
-        return types.SimpleNamespace(busId=f"00000000:0{handle}:00.0")
 
     def nvmlDeviceGetTotalEnergyConsumption(self, handle: int) -> int:
         if not self.knows_energy:
@@ -50,9 +35,9 @@ class Nvml(types.ModuleType):
 @pytest.fixture
 def nvml(monkeypatch: pytest.MonkeyPatch) -> Nvml:
     """NVML and a native module that agree on the GPUs; runs are short."""
-    found = Nvml("pynvml")
+    found = Nvml([[SWITCH_LINK]] * 2)
     monkeypatch.setitem(sys.modules, "pynvml", found)
-    module = types.SimpleNamespace(pci_bus_id=lambda ordinal: f"0000:0{ordinal}:00.0")
+    module = types.SimpleNamespace(pci_bus_id=bus_id)
     monkeypatch.setattr(power.extension, "module", lambda platform: module)
     monkeypatch.setattr(power, "_FOR_S", 0.1)
     monkeypatch.setattr(power, "_BEFORE_S", 0.02)

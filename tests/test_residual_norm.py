@@ -26,7 +26,6 @@ QUICK = {
         *("bfloat16-one_shot-rms_norm", "float32-two_shot-layer_norm"),
         "float16-one_shot-layer_norm",
     ),
-    "many_rows": (),
     "long_rows": ("bfloat16-16384-one_shot",),
     "every_world_size": ("3-two_shot", "8-one_shot"),
     "unusual_values": ("bfloat16",),

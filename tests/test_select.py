@@ -10,7 +10,7 @@ from tiers import quick
 
 from jax_intranode._src.native import definitions
 from jax_intranode._src.operations import RECORDS
-from jax_intranode._src.selection import config, generations, select, table
+from jax_intranode._src.selection import config, select, table
 
 pytestmark = pytest.mark.one_version
 
@@ -259,19 +259,3 @@ def test_digest_changes_with_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(table, "TABLE", changed)
         digests.add(select.digest())
     assert len(digests) == 1 + len(other)
-
-
-@pytest.mark.parametrize(
-    ("platform", "kind", "hardware"),
-    [
-        ("cpu", "cpu", "cpu"),
-        ("gpu", "NVIDIA H200", "hopper"),
-        ("gpu", "NVIDIA H100 80GB HBM3", "hopper"),
-        ("gpu", "NVIDIA GH200 480GB", "hopper"),
-        ("gpu", "NVIDIA A100-SXM4-80GB", "ampere"),
-        ("gpu", "NVIDIA B200", "blackwell"),
-        ("gpu", "NVIDIA GeForce RTX 4090", "gpu"),
-    ],
-)
-def test_hardware_is_found_by_its_name(platform: str, kind: str, hardware: str) -> None:
-    assert generations.hardware_of(platform, kind) == hardware

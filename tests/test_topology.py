@@ -85,18 +85,6 @@ def test_kind(name: str) -> None:
         random.Random(seed).shuffle(reports)
 
 
-@pytest.mark.parametrize(("name", "row"), [("switch", "X NV18 NV18 NV18"), ("ring", "X NV1 NV1 -")])
-def test_text(name: str, row: str) -> None:
-    kind, shuffled = KINDS[name]
-    reports = sorted(shuffled, key=lambda report: report.bus_id)
-    links = topo.link_matrix(reports)
-    lines = str(topo.Topology(kind, tuple(reports), links, forced=False)).splitlines()
-    assert lines[0] == f"{kind.value}, 8 GPU(s)"
-    assert lines[1].split() == [f"GPU{i}" for i in range(8)]
-    cells = lines[2].split()
-    assert " ".join(cells[:5]) == f"GPU0 {row}" and cells[9:] == [bus_id(0), "Test", "GPU"]
-
-
 class FakeNvml(types.ModuleType):
     """A stand-in for the module `pynvml`. A device handle is the index of its GPU."""
 

@@ -69,26 +69,13 @@ def test_worlds_and_jobs() -> None:
 class StandIn(sweep.Sweep):
     """A sweep whose times are those of a function of the row."""
 
-    def __init__(
-        self,
-        loses_from: int,
-        platform: str,
-        disturbed: tuple[int, ...] = (),
-        ends_at: int = 0,
-        slow_at: int = 0,
-        vanishes: tuple[int, ...] = (),
-    ):
-        device = argparse.Namespace(platform=platform, device_kind="NVIDIA H100 80GB HBM3")
+    def __init__(self, loses_from: int, disturbed: tuple[int, ...] = ()):
+        device = argparse.Namespace(platform="gpu", device_kind="NVIDIA H100 80GB HBM3")
         mesh: Any = argparse.Namespace(devices=argparse.Namespace(flat=[device]))
-        super().__init__(
-            settings_of("psum", platform=platform), mesh, 1 << 25, "psum", "bare", math.inf
-        )
-        self._loses_from, self._disturbed, self._ends_at = loses_from, disturbed, ends_at
-        self._slow_at, self._vanishes = slow_at, vanishes
+        settings = settings_of("psum", platform="gpu")
+        super().__init__(settings, mesh, 1 << 25, "psum", "bare", math.inf)
+        self._loses_from, self._disturbed = loses_from, disturbed
         self.tried: list[table.Row] = []
-
-    def _is_over(self, name: str) -> bool:
-        return 0 < self._ends_at <= len(self.tried)
 
     def _time_in_graph(self, row: table.Row, label: str) -> float:
         # Two-shot is faster from 64 KB on, and 256 threads always.
@@ -97,16 +84,14 @@ class StandIn(sweep.Sweep):
 
     def _time_from_jax(self, row: table.Row, label: str) -> tuple[float, float]:
         self.tried.append(row)
-        if len(self.tried) in self._vanishes:
-            return 0.0, 0.0
-        if len(self.tried) in self._disturbed or row.nbytes == self._slow_at:
+        if len(self.tried) in self._disturbed:
             return 100.0, 20.0
         us = self._time_in_graph(row, label)
         return us, 20.0 if row.nbytes < self._loses_from else us - 1
 
 
 def test_a_sweep_on_gpus_finds_launches_and_the_limit() -> None:
-    of_one = StandIn(loses_from=3 << 20, platform="gpu")
+    of_one = StandIn(loses_from=3 << 20)
     begun: list[int] = []
     measured = list(of_one.run(begun.append))
     sizes = [m.nbytes for m in measured]
@@ -123,7 +108,7 @@ def test_a_sweep_on_gpus_finds_launches_and_the_limit() -> None:
 
 @pytest.mark.parametrize("disturbed", [(1,), (3,), (3, 4), (1, 2)])
 def test_a_disturbed_measurement_does_not_end_the_search(disturbed: tuple[int, ...]) -> None:
-    of_one = StandIn(loses_from=1 << 20, platform="gpu", disturbed=disturbed)
+    of_one = StandIn(loses_from=1 << 20, disturbed=disturbed)
     measured = list(of_one.run(lambda _: None))
     assert rows_of(measured)[-1].nbytes == 1 << 19
 

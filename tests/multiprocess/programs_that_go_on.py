@@ -71,31 +71,6 @@ def another_name_on_one_rank() -> None:
     say(read(on(mesh, body)(parts(mesh))))
 
 
-def compiles_in_a_thread() -> None:
-    """Rank 0 compiles programs of its own, while all compile one with many equal sums."""
-    begin()
-    mesh, ended = line(), threading.Event()
-
-    def compile_others() -> None:
-        for n in range(1000):
-            if ended.is_set():
-                return
-            jax.jit(lambda v, n=n: jnp.sin(v + n)).lower(1.0).compile()
-
-    other = threading.Thread(target=compile_others)
-    if rank() == 0:
-        other.start()
-    for scale in (2,):
-
-        def means(v: jax.Array, scale: int = scale) -> jax.Array:
-            for _ in range(100):
-                v = OPERATIONS.pmean(v, "x")
-            return v * scale
-
-        say(read(on(mesh, means)(parts(mesh))))
-    ended.set()
-
-
 def shutdown_twice() -> None:
     begin()
     for _ in range(1 + rank()):
@@ -233,7 +208,6 @@ def all_that_go_on() -> None:
         compiles_for_long,
         evaluates_on_rank_0,
         another_name_on_one_rank,
-        compiles_in_a_thread,
         interrupted_in_a_wait,
         shutdown_twice,
         catches_exceptions,

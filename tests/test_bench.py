@@ -241,7 +241,7 @@ def test_the_spread_is_that_of_the_quartiles() -> None:
     assert times.spread == pytest.approx((45 - 17.5) / 25)
 
 
-# Options, and the progress line.
+# Options.
 
 
 def test_too_few_gpus(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -252,6 +252,3 @@ def test_info_and_version_import_nothing_that_may_be_missing(broken: Path) -> No
     finally:
         for name in ("jax", "jaxlib", "numpy", "pynvml"):
             (broken / f"{name}.py").unlink()
-
-
-# A clone, in which the package was installed but its native modules were not built.

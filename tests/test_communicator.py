@@ -230,6 +230,3 @@ def test_reason_is_logged_once(
     assert [r.message.count("for a test") for r in caplog.records if r.name == "jax_intranode"] == [
         1
     ]
-
-
-# Calls that fail.

@@ -206,6 +206,3 @@ def test_gpus_that_are_linked_in_part_fall_back(
     reason = str(refusal.value)
     assert "are not all linked by NVLink (topology unknown, links (" in reason
     assert "00000000:06:00.0" in reason
-
-
-# A process for each device.

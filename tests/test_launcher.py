@@ -162,6 +162,3 @@ def test_a_place_that_others_can_change_is_the_last_choice_and_named(
         coordination_service(1),
     ):
         pass
-
-
-# Functions in ranks.

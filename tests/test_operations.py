@@ -1,4 +1,4 @@
-"""One record and one body make an operation, and everything that lists operations then knows it."""
+"""What lists operations and generations of GPUs agrees."""
 
 import functools
 import itertools

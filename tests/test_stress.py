@@ -1,4 +1,4 @@
-"""Random programs (tests/stress): they find wrong values, and can be run again."""
+"""Random programs (tests/stress): they find wrong values, and can be made again."""
 
 import dataclasses
 import signal

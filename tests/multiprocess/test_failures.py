@@ -1,4 +1,4 @@
-"""Failures end with a clear error: lost ranks, processes that differ, missing memory."""
+"""Failures end with a clear error: ranks that differ, bad tables, segments of others."""
 
 import logging
 import os

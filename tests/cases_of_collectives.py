@@ -296,33 +296,6 @@ def explained_alike() -> None:
 # Order of calls, delays, replay of CUDA graphs.
 
 
-@case()
-def back_to_back() -> None:
-    """Calls of alternating sizes, dtypes and algorithms, without a pause between them."""
-    mesh = line()
-    n = mesh.size
-    generator = np.random.default_rng(12)
-    programs, inputs, wants = [], [], []
-    for k in range(6):
-        kinds = generator.choice(["float32", "bfloat16", "int32", "int8", "float16"], 8)
-        parts = [random(d, (n, int(generator.integers(1, 5000))), k) for d in kinds]
-        with forced("one_shot" if k % 2 else "two_shot"):
-            f = sharded(
-                lambda *vs: tuple(jax_intranode.psum(v, "x") for v in vs), mesh, P("x"), P("x")
-            )
-            arrays = [put(mesh, P("x"), p) for p in parts]
-            programs.append(jax.jit(f).lower(*arrays).compile())
-        inputs.append(arrays)
-        wants.append([everywhere(oracle(p), n) for p in parts])
-    # More than 32 executions in flight on 8 CPU devices hang XLA itself, also with lax.psum.
-    for _ in range(4):
-        order = [k for _ in range(4) for k in generator.permutation(6)]
-        results = [(k, programs[k](*inputs[k])) for k in order]
-        for k, result in results:
-            for got, want in zip(result, wants[k], strict=True):
-                check(got, want)
-
-
 @case(operation=OPERATIONS)
 def chain_with_delays(operation: str) -> None:
     """Each rank in turn is late by a random time. Each call reads the result of the last one."""

@@ -150,16 +150,6 @@ def batch_invariance(dtype: str) -> None:
                 assert (cases.bits(a) == cases.bits(b)).all()
 
 
-@case(algorithm=("one_shot", "two_shot"))
-def many_rows(algorithm: str) -> None:
-    """More rows than fit an epoch buffer of a GPU."""
-    mesh = line(min(len(jax.devices()), 2))
-    if not cases.takes_part(mesh):
-        return
-    with forced(algorithm):
-        check_bits(mesh, "rms_norm", operands("bfloat16", mesh.size, (3500, 4096), False))
-
-
 @case(dtype=cases.FLOATS, norm=NORMS)
 def parts_of_the_rows(dtype: str, norm: str) -> None:
     """reduce_scatter gives each rank its rows of what psum gives, on either dimension."""

@@ -3,23 +3,18 @@
 On CPUs the collective and the matmul run one after the other.
 """
 
-import contextlib
 import functools
-import time
 import types
 from typing import Any
 
 import cases
-import cases_of_wrong_matmuls  # noqa: F401
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from cases import LAX_MATMULS, check, check_like, everywhere, line, put, sharded
 from jax import lax
-from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
-from occupied import occupied
 from overlapped_cases import (
     ALL,
     PLANS,
@@ -29,8 +24,6 @@ from overlapped_cases import (
     check_in_poisoned_rings,
     on_gpus,
     overlapped,
-    settle,
-    wait_for_all,
     zeros_and_ones,
 )
 from overlapped_cases import (
@@ -38,7 +31,6 @@ from overlapped_cases import (
 )
 
 import jax_intranode
-from jax_intranode._src.group import agreed
 from jax_intranode._src.native import extension
 
 
@@ -130,43 +122,6 @@ def overlapped_many_tiles(plan: str) -> None:
         check_in_poisoned_rings(mesh, program, arrays, expected, 4)
 
 
-@case(operation=("all_gather_matmul", "matmul_reduce_scatter"), plan=("whole", "fused", "direct"))
-def overlapped_on_few_sms(operation: str, plan: str) -> None:
-    """An operation ends although another kernel holds most SMs of all ranks."""
-    if not on_gpus():
-        pytest.skip("needs GPUs; CPUs have no SMs")
-    mesh = line()
-    n = mesh.size
-    gathers = operation == "all_gather_matmul"
-    # If tiles were assigned to blocks in advance, this many tiles would make the running blocks of
-    # every rank wait for blocks that do not run.
-    rows, k, width = 1536, 1024, 4096
-    x = zeros_and_ones(50, n, rows if gathers else rows * n, k)
-    w = zeros_and_ones(51, n, k, width)
-
-    def f(x: Any, w: Any) -> Any:
-        return getattr(jax_intranode, operation)(x[0], w[0], "x")[None]
-
-    arrays = [put(mesh, P("x"), v.astype(jnp.bfloat16)) for v in (x, w)]
-    program = overlapped(sharded(f, mesh, P("x"), P("x")), arrays, plan)
-    for _ in range(4):
-        program(*arrays)
-    settle(mesh)
-    with contextlib.ExitStack() as stack:
-        for device in mesh.local_devices:
-            stack.enter_context(occupied(agreed.native_ordinal(device), 32))
-        wait_for_all("occupied")
-        result = program(*arrays)
-        give_up = time.monotonic() + 5
-        while not result.is_ready():
-            assert time.monotonic() < give_up, "blocks that run wait for some that do not"
-        wait_for_all("ended")
-    whole = np.concatenate(list(x))
-    sums = sum(xr @ wr for xr, wr in zip(x, w, strict=True))
-    want = np.stack([whole @ wr for wr in w]) if gathers else np.stack(np.split(sums, n))
-    check(result, want.astype(jnp.bfloat16))
-
-
 @case(dtype=("bfloat16", "float16"), plan=("pieces", "fused", "fused_256", "direct_128"))
 def overlapped_sums_in_rank_order(dtype: str, plan: str) -> None:
     """Products whose sum depends on the order are added in rank order."""
@@ -218,29 +173,6 @@ def overlapped_sums_as_any_arrays(dtype: str, plan: str) -> None:
     for _ in range(100):
         again = [cases.bits(np.asarray(s.data)) for s in program(*arrays).addressable_shards]
         assert all((a == b).all() for a, b in zip(before, again, strict=True))
-
-
-@case()
-def overlapped_all_reduce_gathers_parts() -> None:
-    """A matmul_all_reduce has the bits of a reduce-scatter and an all-gather, rounded sums, too."""
-    mesh = line()
-    n = mesh.size
-    x, w = (
-        cases.random("bfloat16", (n, 128 * n, 512), 1),
-        cases.random("bfloat16", (n, 512, 264), 2),
-    )
-    arrays = [put(mesh, P("x"), v) for v in (x, w)]
-
-    def program(operation: Any) -> Any:
-        def f(x: Any, w: Any) -> Any:
-            return operation(x[0], w[0], "x")
-
-        return overlapped(sharded(f, mesh, P("x"), P("x")), arrays)(*arrays)
-
-    parts = program(jax_intranode.matmul_reduce_scatter)
-    spread = jax.jit(lambda v: v, out_shardings=NamedSharding(mesh, P()))(parts)
-    whole = np.asarray(spread.addressable_data(0))
-    check(program(jax_intranode.matmul_all_reduce), np.concatenate([whole] * n))
 
 
 @case(check_vma=(True, False), plan=("pieces", "fused", "fused_256"))
@@ -325,38 +257,6 @@ def overlapped_gradients(check_vma: bool, how: str, plan: str) -> None:
     for got, by_lax, want in zip(*map(jax.tree.leaves, (ours, lax_short, exact)), strict=True):
         scale = max(float(np.abs(np.asarray(s.data)).max()) for s in want.addressable_shards)
         assert distance(got, want) <= 2 * distance(by_lax, want) + 2.0**-8 * scale
-
-
-@case(how=("sequence", "columns"), plan=("pieces", "fused"))
-def overlapped_in_plain_jit(how: str, plan: str) -> None:
-    """Forward and backward pass of global arrays are overlapped, and exact."""
-    mesh = line()
-    n = mesh.size
-    axis = 1 if how == "sequence" else None
-    by_rows = P(None, "x") if how == "sequence" else P()
-    shapes, specs = ((2, 16 * n, 64), (64, 8 * n), (8 * n, 64)), (by_rows, P(None, "x"), P("x"))
-    arrays = [
-        put(mesh, spec, zeros_and_ones(60 + k, *shape).astype(jnp.bfloat16))
-        for k, (shape, spec) in enumerate(zip(shapes, specs, strict=True))
-    ]
-
-    def ours(x: Any, w1: Any, w2: Any) -> Any:
-        h = jax_intranode.column_parallel_matmul(x, w1, "x", gather_axis=axis)
-        return jax_intranode.row_parallel_matmul(h % 3, w2, "x", scatter_dimension=axis)
-
-    def step(f: Any) -> Any:
-        def results(*args: Any) -> Any:
-            y, pull_back = jax.vjp(f, *args)
-            return y, pull_back(y % 2)
-
-        return results
-
-    with jax.set_mesh(mesh):
-        results = overlapped(step(ours), arrays, plan)(*arrays)
-        theirs = jax.jit(step(lambda x, w1, w2: (x @ w1) % 3 @ w2))(*arrays)
-        # XLA may choose other shardings.
-        theirs = jax.tree.map(lambda a, b: jax.device_put(b, a.sharding), results, theirs)
-    check_like(results, theirs, 0)
 
 
 @case(rows=(1, 127, 129, 384), plan=("fused", "fused_224", "wgrad", *WGRAD))
@@ -540,63 +440,6 @@ def overlapped_replayed(plan: str) -> None:
     local = sum(d.process_index == jax.process_index() for d in mesh.devices.flat)
     if on_gpus():
         assert jax_intranode.usage_counter() - before == 9 * calls * local
-
-
-@case(plan=("pieces", "fused"))
-def overlapped_conditional(plan: str) -> None:
-    """Calls in both branches of a cond, which are captured into conditional nodes."""
-    mesh = line()
-    x, w = zeros_and_ones(11, 64 * mesh.size, 64), zeros_and_ones(12, 64, 64)
-
-    def program(lib: Any) -> Any:
-        def f(flag: Any, x: Any, w: Any) -> Any:
-            for _ in range(4):
-                x = lax.cond(
-                    flag,
-                    lambda x: small_layer(lib, x, w),
-                    lambda x: small_layer(lib, x, -w),
-                    x,
-                )
-            return x
-
-        return sharded(f, mesh, (P(), P("x"), P()), P("x"))
-
-    arrays = [put(mesh, P("x"), x.astype(jnp.bfloat16)), put(mesh, P(), w.astype(jnp.bfloat16))]
-    flags = {flag: put(mesh, P(), np.array(flag)) for flag in (True, False)}
-    mine = overlapped(program(jax_intranode), (flags[True], *arrays), plan)
-    theirs = jax.jit(program(LAX_MATMULS))
-    for k in range(8):
-        flag = flags[k % 3 != 0]
-        check_like(mine(flag, *arrays), theirs(flag, *arrays), 0)
-
-
-@case(plan=("pieces", "fused"))
-def overlapped_donated(plan: str) -> None:
-    """x is donated, so that the result may get its memory."""
-    mesh = line()
-    n = mesh.size
-    x, w = zeros_and_ones(13, 64 * n, 64), zeros_and_ones(14, 64, 64)
-
-    def f(x: Any, w: Any) -> Any:
-        return jax_intranode.matmul_reduce_scatter(
-            jax_intranode.all_gather_matmul(x, w, "x"), w, "x"
-        )
-
-    specs = P("x"), P()
-    values = (x.astype(jnp.bfloat16), w.astype(jnp.bfloat16))
-
-    def arrays() -> list[jax.Array]:
-        return [put(mesh, s, v) for s, v in zip(specs, values, strict=True)]
-
-    program = overlapped(sharded(f, mesh, specs, P("x")), arrays(), plan, donate_argnums=0)
-    want = n * ((x @ w) @ w)
-    for _ in range(4):
-        operands = arrays()
-        result = program(*operands)
-        assert operands[0].is_deleted()
-        for shard in result.addressable_shards:
-            got = np.asarray(shard.data, np.float32)
-            np.testing.assert_allclose(got, want[shard.index], rtol=2.0**-7)
 
 
 @case()

@@ -191,13 +191,6 @@ def graphs_in_turn() -> None:
     assert jax_intranode.usage_counter() - before == (9 * 2 * 8 + 3) * local
 
 
-@case()
-@in_segments(256)
-def graphs_of_segments_in_turn() -> None:
-    """As `graphs_in_turn`, with several epochs in most calls."""
-    graphs_in_turn()
-
-
 @case(before_wrap=(3, 4))
 def epochs_wrap(before_wrap: int) -> None:
     """The epoch passes 2^32."""

@@ -1,8 +1,6 @@
 """Runs of the benchmark on CPU devices, whole programs, options that are refused."""
 
 import argparse
-import importlib.util
-import io
 import json
 import re
 import subprocess
@@ -15,18 +13,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from bench_peers import lax_flags
 from bench_programs import definitions as programs
 from bench_programs import measure as measure_program
 from bench_settings import RunHere, mesh_of_two, settings_of
 from jax.sharding import PartitionSpec
-from processes import python
 from tiers import full, quick
 
 import jax_intranode
 from jax_intranode._src.command_line import machine
 from jax_intranode._src.command_line.bench import report, timing
-from jax_intranode._src.command_line.launcher.runs import MODES, ProgressLine
+from jax_intranode._src.command_line.launcher.runs import MODES
 from jax_intranode._src.command_line.options import WrongInput
 from jax_intranode._src.operations import RECORDS
 
@@ -62,36 +58,6 @@ def test_program(monkeypatch: pytest.MonkeyPatch) -> None:
     cells = report.line(measure_program.TABLE, row).split()
     assert cells[0] == "stand_in"
     assert "1.0e-03" in cells
-
-
-def test_the_bound_of_a_program(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The columns without communication; one call of the bound is worth two of this program."""
-    us = {"ours": 30.0, "lax": 40.0, "none": 40.0}
-    spreads = {"ours": 0.1, "lax": 0.3, "none": 0.0}
-    monkeypatch.setitem(programs.PROGRAMS, "stand_in", stand_in)
-    bound = stand_in(jax.lax, mesh_of_two())
-    monkeypatch.setattr(measure_program, "without_communication", lambda *_: (bound, 2))
-
-    def compare(runs: Any, *_: Any, **__: Any) -> Any:
-        return {name: timing.Times(us[name], us[name], spreads[name]) for name in runs}, 0
-
-    monkeypatch.setattr(timing, "compare", compare)
-    settings = settings_of("stand_in", ways=["ours", "none"])
-    row, _ = measure_program.measure(settings, mesh_of_two())
-    assert (row["none_time_us"], row["hidden_share"], row["none_ratio"]) == (20, 0.5, 1.5)
-    assert row["unedited_time_us"] is row["unedited_ratio"] is None
-    assert row["doubts"] == ["lax spread 30%"]
-    line = report.line(measure_program.TABLE, row)
-    assert re.search(r"\| +20\.0 +20\.0 +- +- \| +0\.50 +1\.50 \|", line), line
-    assert line.endswith(" | doubtful: lax spread 30%")
-
-    us["none"] = 100.0  # longer than lax: there is nothing to hide
-    row, _ = measure_program.measure(settings, mesh_of_two())
-    assert row["hidden_share"] is None and row["none_ratio"] == 0.6
-
-    row, _ = measure_program.measure(settings_of("stand_in", ways=["lax"]), mesh_of_two())
-    assert row["time_us"] is row["ratio"] is row["none_time_us"] is row["hidden_share"] is None
-    assert row["lax_time_us"] == 40 and row["difference"] == 0
 
 
 def test_difference_of_infinite_values() -> None:
@@ -241,19 +207,6 @@ def test_whole_programs_on_the_cpu(name: str, tmp_path: Path, run_here: RunHere)
     assert row["difference"] < 0.1
 
 
-@pytest.mark.full
-def test_peers_and_a_plot_on_the_cpu(tmp_path: Path, run_here: RunHere) -> None:
-    png = tmp_path / "rows.png"
-    draws = f"--plot {png}" if importlib.util.find_spec("matplotlib") else ""
-    code, out, err = run_here(
-        "tools/bench.py psum -b 1K -e 4K --platform cpu --devices 2 -n 2 -w 1 --chain 2 "
-        f"--peers all {draws}"
-    )
-    assert code == 0, out + err
-    assert "# wrong elements: 0 OK" in out and "# torch not measured" in err
-    assert not draws or png.read_bytes()[:4] == b"\x89PNG"
-
-
 def test_ranks_end_with_the_benchmark(tmp_path: Path) -> None:
     command = "-m jax_intranode bench psum --platform cpu --mode single-process -n 100000"
     bench = subprocess.Popen(
@@ -266,54 +219,6 @@ def test_ranks_end_with_the_benchmark(tmp_path: Path) -> None:
     assert bench.wait(timeout=60) == 128 + 15
     bench.stdout.close()
     assert children and not any(Path(f"/proc/{child}").exists() for child in children)
-
-
-# jax.lax with XLA's flags tuned.
-
-
-def test_lax_with_tuned_flags(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, run_here: RunHere
-) -> None:
-    known, unknown = lax_flags.FLAGS[0], "--xla_gpu_enable_pipelined_collectives=true"
-    monkeypatch.setattr(lax_flags, "FLAGS", (unknown, known))
-    file = tmp_path / "rows.json"
-    command = (
-        f"tools/bench.py psum -b 1K -e 1K --platform cpu --mode {MODES[1]} --devices 2 -n 3 -w 0 "
-        f"--chain 2 --lax-flags tuned --json {file}"
-    )
-    code, out, err = run_here(command)
-    assert code == 0, out + err
-    assert out.startswith(
-        f"# lax tuned: {known}\n# lax tuned, not known to this jaxlib: {unknown}\n# psum, 2 x"
-    )
-    assert re.search(r"  1024 .* \| lax tuned: +\d+\.\d\d", out)
-    result = json.loads(file.read_text())
-    assert result["header"]["lax_flags"] == known
-    assert known not in result["header"]["xla_flags"]  # lax runs as before beside it
-    (row,) = result["rows"]
-    assert row["lax_tuned_time_p99_us"] >= row["lax_tuned_time_us"] >= 0
-    assert row["lax_tuned_wrong"] == 0
-
-    monkeypatch.setattr(lax_flags, "known_flags", lambda: unknown)  # XLA ends the ranks
-    file.unlink()
-    code, out, err = run_here(command)
-    assert code == 0 and "# lax tuned not measured: it failed." in err, out + err
-    (row,) = json.loads(file.read_text())["rows"]
-    assert row["lax_tuned_time_us"] is None and row["lax_time_us"] >= 0
-
-
-def test_several_programs_in_the_same_processes(tmp_path: Path, run_here: RunHere) -> None:
-    code, out, err = run_here(
-        f"tools/bench.py norms_6,norms_1 --platform cpu --mode {MODES[1]} --devices 2 -n 1 -w 0 "
-        f"--chain 1 --ways none --json {tmp_path}/rows.json"
-    )
-    assert code == 0, out + err
-    rows = json.loads((tmp_path / "rows.json").read_text())["rows"]
-    assert [row["program"] for row in rows] == ["norms_6", "norms_1"]
-    for row in rows:
-        assert row["time_us"] is row["unedited_time_us"] is None
-        assert row["none_time_us"] > 0 and row["lax_time_us"] > 0
-    assert out.count("ours/none") == 1
 
 
 # Marks of doubtful rows.
@@ -336,7 +241,7 @@ def test_the_spread_is_that_of_the_quartiles() -> None:
     assert times.spread == pytest.approx((45 - 17.5) / 25)
 
 
-# Options, and the progress line.
+# Options.
 
 
 def test_too_few_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -354,47 +259,3 @@ def test_too_few_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     ):
         with pytest.raises(WrongInput, match=message):
             devices(gpus, asked, **how)
-
-
-class Terminal(io.StringIO):
-    """A stream that says it is a terminal."""
-
-    def isatty(self) -> bool:
-        return True
-
-
-def test_progress_says_how_long_it_takes(monkeypatch: pytest.MonkeyPatch) -> None:
-    now = 100.0
-    monkeypatch.setattr("jax_intranode._src.command_line.launcher.runs.time.monotonic", lambda: now)
-    terminal = Terminal()
-    line = ProgressLine(terminal, total=11)
-    now = 110  # starting the ranks takes 10 s
-    line.begin("first")
-    now = 170
-    line.begin("second")
-    line.show()  # one measurement took 60 s, and the second one is assumed to be half way
-    assert terminal.getvalue().endswith("second: 2 of 11, 1:10, about 6:20 left")
-
-
-NCCL = """
-int ncclGetVersion(int *version) { *version = 22907; return 0; }
-"""
-LOADS = """
-import ctypes, sys
-from jax_intranode._src.command_line.bench import report
-before = report.library_versions()["nccl"]
-library = ctypes.CDLL(sys.argv[1])
-print(before, report.library_versions()["nccl"])
-"""
-
-
-def test_the_version_of_nccl_is_that_of_the_loaded_library(tmp_path: Path) -> None:
-    """Not that of the package beside it."""
-    (tmp_path / "nccl.c").write_text(NCCL)
-    library = tmp_path / "of_tests.so"
-    compiler = ["cc", "-shared", "-fPIC", "-Wl,-soname,libnccl.so.2"]
-    subprocess.run([*compiler, "-o", library, tmp_path / "nccl.c"], check=True)
-    done = python("-P", "-c", LOADS, library, cwd=tmp_path, JAX_PLATFORMS="cpu")
-    assert done.returncode == 0, done.stdout
-    before, loaded = done.stdout.split()
-    assert before != loaded == "2.29.7"

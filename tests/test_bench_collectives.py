@@ -7,15 +7,13 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-from bench_settings import BFLOAT16, mesh_of_two, settings_of
+from bench_settings import BFLOAT16, mesh_of_two
 from jax.sharding import PartitionSpec
 
 import jax_intranode
 from jax_intranode._src import operations
-from jax_intranode._src.command_line.bench import collectives, matmuls, oracle, report, timing
+from jax_intranode._src.command_line.bench import collectives, oracle, timing
 from jax_intranode._src.command_line.bench.operations import OPERATIONS
-from jax_intranode._src.selection import select
-from jax_intranode._src.selection.overlap.profiles import H200
 
 pytestmark = pytest.mark.one_version
 
@@ -111,37 +109,3 @@ def test_links_of_a_chain_fit(name: str) -> None:
         "ppermute": [second, first],
     }[name]
     assert np.array_equal(got, 0.5 * np.ravel(wanted))
-
-
-@pytest.mark.parametrize("name", ["psum", "pmax", "ppermute", "ragged_all_to_all"])
-def test_operations_are_measured_in_a_graph(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    (record,) = OPERATIONS[name].steps
-    selected = [select.Selection(record.algorithms[0], "", blocks=8)]
-    monkeypatch.setattr(collectives, "_selected", lambda *_: selected)
-    times = {name: timing.Times(2.0, 2.0) for name in ("ours", "lax")}
-    monkeypatch.setattr(collectives, "times_from_jax", lambda *_, **__: (times, 0))
-    in_graph = (timing.Times(1.5, 1.7), 0)
-    monkeypatch.setattr(collectives, "measure_in_graph", lambda *_: in_graph)
-    monkeypatch.setattr(matmuls, "profile_of", lambda mesh: H200)
-    row, _ = collectives.measure(settings_of(name, platform="gpu"), mesh_of_two(), "float32", 256)
-    assert (row["graph_time_us"], row["graph_wrong"]) == (1.5, 0)
-
-
-def test_sms_and_share_of_the_link(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a call in several operations: the SMs of the largest, and the link rate of the profile."""
-    mesh = mesh_of_two()
-    selected = [select.Selection("one_shot", "", blocks=blocks) for blocks in (8, 300)]
-    monkeypatch.setattr(collectives, "_selected", lambda *_: selected)
-    monkeypatch.setattr(matmuls, "profile_of", lambda mesh: H200)
-    for platform, sms in (("gpu", 132), ("cpu", None)):
-        settings = settings_of("all_gather", platform=platform, leaves=2)
-        times = {name: timing.Times(2.0, 2.0) for name in ("ours", "lax")}
-        monkeypatch.setattr(collectives, "times_from_jax", lambda *_, times=times, **__: (times, 0))
-        row, _ = collectives.measure(settings, mesh, "float32", 1 << 18)
-        assert row["sms"] == sms
-        # 1 MiB in 2 us, half of which comes over the link.
-        wanted = None if sms is None else (1 << 20) / 2 / 2e-6 / H200.link_bound_bytes_per_s
-        assert row["link_share"] == (wanted and pytest.approx(wanted))
-    columns = {column.title: column for _, group in report.COLLECTIVES for column in group}
-    assert columns["SMs"].cell({"sms": 132}) == " 132"
-    assert columns["link"].cell({"link_share": 0.681}) == " 0.68"

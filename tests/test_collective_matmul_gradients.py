@@ -9,7 +9,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import LAX_MATMULS
 from collective_matmuls import (  # noqa: F401
     BOTH,
     GATHER,
@@ -268,68 +267,6 @@ def test_tangents_that_are_not_used(check_vma: bool) -> None:
 
     *_, equation = equations(of_second, *args)
     assert equation.params["params"].moving == (0,)
-
-
-@MOSTLY_CHECKED
-def test_linear_transpose_of_gradients(check_vma: bool) -> None:
-    """Transposes a tangent, and gradients, which are linear in cotangents."""
-
-    def program(lib: Any) -> Any:
-        def body(x: Any, w: Any, y: Any) -> Any:
-            def by(f: Callable[..., Any], v: Any) -> Any:
-                return jax.linear_transpose(f, v)(jax.tree.map(jnp.cos, f(v)))
-
-            def gather(x: Any, w: Any) -> Any:
-                return lib.all_gather_matmul(x, [w, jnp.sin(w)], "x")
-
-            def scatter(x: Any, w: Any) -> Any:
-                return lib.matmul_reduce_scatter(x, w, "x")
-
-            left = y.T[: 2 * N]
-            product, part = gather(x, w)[0], scatter(left, y)
-            of_gather, of_scatter = jax.vjp(gather, x, w)[1], jax.vjp(scatter, left, y)[1]
-            return [
-                by(lambda t: jax.jvp(gather, (x, w), (t, t[0, 0] * jnp.sin(w)))[1], x),
-                by(lambda t: jax.jvp(gather, (x, w), (t[0, 0] * jnp.cos(x), t))[1], w),
-                by(lambda ct: of_gather([ct, 2 * ct]), product),
-                by(lambda ct: of_gather([ct, ct])[1], product),
-                by(of_scatter, part),
-                by(lambda ct: of_scatter(ct)[0], part),
-            ]
-
-        return over_x(body, P("x"), check_vma=check_vma)
-
-    like_lax(program, *values((2 * N, 5), (5 * N, 3 * N), (2 * N * N, 3 * N)))
-
-
-@BOTH
-def test_vmap_of_gradients_hides_the_axis(check_vma: bool) -> None:
-    """Batches jaxprs with both gradients, or with a tangent, over an axis of that name."""
-    x, w = values((N, 2 * N, 5), (5, 5))
-
-    def program(lib: Any) -> Any:
-        def body(x: Any, w: Any) -> Any:
-            def f(x: Any, w: Any) -> Any:
-                y = lib.matmul_reduce_scatter(lib.all_gather_matmul(x, w, "x"), w.T, "x")
-                return (y * jnp.cos(x)).sum()
-
-            def gradient_and_tangent(x: Any, w: Any) -> Any:
-                moved = jax.jvp(f, (x, w), (jnp.cos(x), jnp.sin(w)))[1]
-                return jax.grad(f, (0, 1))(x, w), moved[None]
-
-            traced = jax.make_jaxpr(gradient_and_tangent)(x[0], w)
-            if lib is jax_intranode:
-                names = {equation.primitive.name for equation in traced.jaxpr.eqns}
-                assert names >= {BOTH_OF_GATHER, BOTH_OF_SCATTER, TANGENT_OF_GATHER}
-            run = jax.extend.core.jaxpr_as_fun(traced)
-            return jax.vmap(lambda x: run(x, w), axis_name="x", axis_size=N)(x)
-
-        return over_x(body, (P(None, "x"), P("x")), P(None, "x"), check_vma)
-
-    args = x, np.concatenate([w] * N)
-    ours, theirs = (jax.jit(program(lib)) for lib in (jax_intranode, LAX_MATMULS))
-    assert not collectives(ours, *args)
-    same(ours(*args), theirs(*args))
 
 
 # What the backward pass keeps.

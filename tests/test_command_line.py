@@ -16,12 +16,10 @@ from tiers import full, quick
 
 import jax_intranode
 from jax_intranode import __main__ as command_line
-from jax_intranode import _host
 from jax_intranode._src.selection import config
 
 pytestmark = pytest.mark.one_version
 
-ROOT = Path(__file__).parent.parent
 # An editable installation finds the package by a hook that comes before PYTHONPATH.
 NO_EDITABLE = """import sys
 sys.meta_path[:] = [f for f in sys.meta_path if "editable" not in type(f).__module__]
@@ -254,26 +252,3 @@ def test_info_and_version_import_nothing_that_may_be_missing(broken: Path) -> No
     finally:
         for name in ("jax", "jaxlib", "numpy", "pynvml"):
             (broken / f"{name}.py").unlink()
-
-
-# A clone, in which the package was installed but its native modules were not built.
-
-
-@pytest.mark.full
-def test_in_a_clone_the_installed_package_runs(broken: Path, tmp_path: Path) -> None:
-    site, clone = tmp_path / "site", tmp_path / "clone"
-    shutil.copytree(Path(jax_intranode.__file__).parent, site / "jax_intranode")
-    shutil.copytree(broken, clone)
-    for file in (broken / "sitecustomize.py", Path(str(_host.__file__))):  # it may lie elsewhere
-        shutil.copy(file, site if file.suffix == ".py" else site / "jax_intranode")
-    environ = {"PYTHONPATH": str(site)}
-    (site / "jax_intranode-0.1.0.dist-info").mkdir()
-    (site / "jax_intranode-0.1.0.dist-info" / "METADATA").write_text(
-        "Metadata-Version: 2.1\nName: jax_intranode\nVersion: 0.1.0\n"
-    )
-    found = info_of(clone, **environ)
-    assert found["jax_intranode"]["path"] == str(site / "jax_intranode")
-    assert found["problems"] == []
-    shutil.copytree(ROOT / "tools", clone / "tools")
-    wrong = run_in(clone, "tools/bench.py", "psun", **environ)
-    assert wrong.returncode == 2 and "'psun' is none of psum" in wrong.stderr

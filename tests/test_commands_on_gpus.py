@@ -9,7 +9,6 @@ import pytest
 from test_topology import SWITCH_LINK, FakeNvml, bus_id
 
 from jax_intranode import __main__ as command_line
-from jax_intranode._src.command_line import doctor, info, machine
 
 pytestmark = pytest.mark.one_version
 
@@ -77,55 +76,3 @@ def test_info(two_h200s: Node, capsys: pytest.CaptureFixture[str]) -> None:
     assert "GPU0      X  NV18" in out and "fully_connected" in out
     assert "580.1, for CUDA up to 13.1" in out
     assert two_h200s.users == 0
-
-
-@pytest.mark.parametrize("passes", [True, False])
-def test_doctor(
-    two_h200s: Node,
-    passes: bool,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    built = {"built": True, "ffi": [0, 3], "error": None}
-    part = {**built, "cuda": "13.0", "architectures": ["sm_90", "sm_90a"]}
-    of_module = info._part
-    monkeypatch.setattr(
-        info, "_part", lambda name, *rest: part if name == "_cuda" else of_module(name, *rest)
-    )
-    versions = {"jax-cuda13-plugin": "0.12"}
-    of_distribution = machine.version_of
-    monkeypatch.setattr(
-        machine, "version_of", lambda name: versions.get(name) or of_distribution(name)
-    )
-    asked = []
-
-    def run_test(name: str, platform: str, devices: int, ranks: int) -> tuple[Any, None]:
-        asked.append((name, platform, ranks))
-        if name == "values_under_load":
-            return {"wrong": 0 if passes else 3, "elements": 4}, None
-        if name != "operations":
-            return ([] if passes else ["GPU 0 wrote 1 to GPU 1, read 0"]), None
-        algorithm = "one_shot" if passes else "lax"
-        return {"right": True, "algorithm": algorithm, "reason": "made up", "operations": 4}, None
-
-    monkeypatch.setattr(doctor, "_run_test", run_test)
-    code = command_line.main(["doctor"])
-    out = capsys.readouterr().out
-    assert code == int(not passes)
-    assert asked == [
-        ("peers", "gpu", 1),
-        ("memory_of_a_process", "gpu", 2),
-        ("values_under_load", "gpu", 2),
-        ("operations", "gpu", 1),
-        ("operations", "gpu", 2),
-    ]
-    if passes:
-        assert "ok       NVLink: 2 GPUs, each pair has 18 links or more" in out
-        assert "ok       memory of GPU 1: " in out
-        assert "ok       values under load: 2 processes, with matmuls and late ranks" in out
-        assert "Your node benefits: between 2 GPUs, psum up to 16 MB, pmax up to 4 MB, " in out
-        assert "all_gather_matmul" in out
-    else:
-        assert "GPU 0 wrote 1 to GPU 1, read 0" in out and "-> check the driver" in out
-        assert "values under load: 3 of 4 elements were wrong" in out
-        assert "Your node benefits: not now: right, but jax.lax ran it: made up." in out

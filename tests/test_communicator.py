@@ -213,17 +213,6 @@ def test_addresses_that_are_mixed_up_are_refused(monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.usefixtures("fresh")
-def test_shutdown_gives_regions_back() -> None:
-    need_devices(4)
-    n = len(jax.devices())
-    orders = list(itertools.islice(itertools.permutations(range(n)), slabs.REGIONS + 1))
-    meshes = [cases.make_mesh((n,), ("x",), order) for order in orders]
-    assert [chosen_for(mesh).algorithm for mesh in meshes][-1] == "lax"
-    jax_intranode.shutdown()
-    check_sum(meshes[-1])
-
-
-@pytest.mark.usefixtures("fresh")
 def test_reason_is_logged_once(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -241,6 +230,3 @@ def test_reason_is_logged_once(
     assert [r.message.count("for a test") for r in caplog.records if r.name == "jax_intranode"] == [
         1
     ]
-
-
-# Calls that fail.

@@ -6,7 +6,6 @@ import math
 import re
 import subprocess
 import textwrap
-import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -124,24 +123,6 @@ def test_what_scripts_do_with_jitted_functions(
     assert "collectives: it calls none of jax.lax, so nothing was replaced" in err
 
 
-def test_calls_of_this_package_are_not_replaced(
-    started: Started, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Both programs have them."""
-    need_devices(2)
-    comparison = started()
-    ours = on_two(lambda x: jax_intranode.psum(x, "x"))
-    both = on_two(lambda x: jax_intranode.psum(x, "x") + jax.lax.psum(2 * x, "x"))
-    for _ in range(3):
-        ours(jnp.ones(4))
-        both(jnp.ones(4))
-    ours(jnp.ones(4))
-    comparison.finish()
-    *_, same, replaced = capsys.readouterr().err.splitlines()
-    assert same == "compare:   the same in both programs: 1 by functions of jax_intranode"
-    assert replaced == "compare:   replaced: 1 psum (one_shot)"
-
-
 @pytest.mark.parametrize("kind", ["callback", "mutable array"])
 def test_effects_happen_once(
     kind: str, started: Started, capsys: pytest.CaptureFixture[str]
@@ -198,50 +179,6 @@ def test_a_program_that_the_script_compiles_itself(
     assert "results: all have the same values" in err
 
 
-def test_what_lax_can_not_run_on_cpu_devices(
-    started: Started, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """There all-gathers are the plain program of a ragged_all_to_all, and of its gradient."""
-    need_devices(2)
-    comparison = started()
-    sizes = jnp.array([[1, 2], [0, 1]])
-
-    def loss(x: Any) -> Any:
-        rank = jax.lax.axis_index("x")
-        starts, places = jnp.array([0, 1]), jnp.array([[0, 0], [1, 2]])[rank]
-        tables = starts, sizes[rank], places, sizes[:, rank]
-        return (jax.lax.ragged_all_to_all(x, 0 * x, *tables, axis_name="x") ** 2).sum()
-
-    step = on_two(lambda x: x - 0.25 * jax.grad(loss)(x))
-    x = jnp.arange(1.0, 7.0)
-    for _ in range(STEPS):
-        x = step(x)
-    comparison.finish()
-    kept = np.array([0, 0, 0, 4, 0, 6]) + np.array([1, 2, 3, 0, 5, 0]) * 0.5**STEPS
-    assert np.array_equal(x, kept)
-    err = capsys.readouterr().err
-    assert "replaced: 2 ragged_all_to_all (ragged)" in err
-    assert "results: all have the same values" in err and "times as fast" in err
-
-
-def test_the_most_called_of_those_with_replaced_collectives(
-    started: Started, capsys: pytest.CaptureFixture[str]
-) -> None:
-    need_devices(2)
-    comparison = started()
-
-    def rarely(x: Any) -> Any:
-        return jax.lax.psum(x, "x")
-
-    total, often = on_two(rarely), jax.jit(lambda x: x + 1)
-    for turn in range(6):
-        often(jnp.ones(2))
-        if turn % 2:
-            total(jnp.ones(2))
-    comparison.finish()
-    assert "compare: rarely (test_compare.py:" in capsys.readouterr().err
-
-
 def test_one_call_is_nothing_to_compare(
     started: Started, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -253,28 +190,6 @@ def test_one_call_is_nothing_to_compare(
     assert first.startswith("compare: there is nothing to compare: ")
     assert re.search(r"jax.pmap twice; once: <lambda> \(test_compare.py:\d+\)$", first)
     assert f"  call one in a loop, {STEPS + 2} times: " in second
-
-
-def test_a_thread_that_begins_the_comparison(
-    started: Started, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """It is the one in which the script imports JAX; compared are the calls of the main thread."""
-    thread = threading.Thread(target=started)
-    thread.start()
-    thread.join()
-    step = jax.jit(lambda x: x + 1)
-    for k in range(4):
-        assert step(k) == k + 1
-    compare.finish()
-    assert "compare: <lambda> (test_compare.py:" in capsys.readouterr().err
-
-
-def test_a_script_without_jax(tmp_path: Path) -> None:
-    (tmp_path / "script.py").write_text("print('done')")
-    command = ("-m", "jax_intranode", "run", "--compare", "script.py")
-    done = python(*command, cwd=tmp_path, stderr=subprocess.PIPE)
-    assert (done.returncode, done.stdout) == (0, "done\n")
-    assert done.stderr == "compare: there is nothing to compare: JAX was not imported\n"
 
 
 def test_difference_of_results() -> None:

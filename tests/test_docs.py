@@ -1,9 +1,7 @@
 """The links and anchors of the Markdown pages resolve, and the pages follow their own rules."""
 
-import json
 import re
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -64,97 +62,6 @@ def test_named_files_exist(page: Path) -> None:
     for name in re.findall(span, page.read_text()):
         path = ROOT / ("jax_intranode/" + name if name.startswith("_src") else name)
         assert path.exists(), f"{name}: no such file"
-
-
-TIMES = "\N{MULTIPLICATION SIGN}"
-# What pages call the rows of docs/measurements, besides their names in code.
-CALLED = {
-    "norms": r"\w+_residual_(rms|layer)_norm|[Ss]ums? with a norm",
-    "pallas": "Pallas",
-    "auto_fsdp": "FSDP",
-    "time_p99_us": "percentiles?",
-    "all_gather": "all-gather",
-    "all_to_all": "all-to-all",
-}
-NOT_MEASURED = re.compile(
-    r"\b(not|never|neither)( yet| been| yet been)? (measured|timed|been run|been compared)\b", re.I
-)
-
-
-def measured() -> set[tuple[str, str, str]]:
-    """(name of a row, number of devices, their kind), for what was measured on several GPUs."""
-    found = set()
-    for file in ROOT.glob("docs/measurements/[2-8]_[!c]*.jsonl"):  # not those of CPUs
-        devices, kind = file.stem.split("_")
-        rows = [json.loads(line) for line in file.read_text().splitlines()]
-        keys = ("operation", "library", "program")
-        names = {"time_p99_us", *(row[key] for row in rows for key in keys if key in row)}
-        shorter = {re.sub(r"(_\d+\w?)+$", "", name) for name in names}
-        found |= {(name, devices, kind.upper()) for name in names | shorter}
-    return found
-
-
-def claims(text: str) -> Iterator[str]:
-    """The parts of sentences, or cells with row and head, that say what is not measured."""
-    head: list[str] = []
-    for line in text.splitlines():
-        if not line.startswith("|"):
-            head = []
-            continue
-        cells = [cell.strip() for cell in line.strip().strip("|").split("|")]
-        head = head or cells
-        for title, cell in zip(head, cells, strict=False):
-            if NOT_MEASURED.search(cell):
-                yield f"{cells[0]}: {title}: {cell}"
-    for item in re.split(r"\n\s*\n|\n(?=\s*- |\||#|<!-- )", re.sub(r"^\|.*", "", text, flags=re.M)):
-        is_list, before = False, ""
-        parts = re.split(r"(?<=[.;:]) ", " ".join(item.split()))
-        for part in parts:
-            if is_list:
-                yield f"not measured: {part}"
-            elif re.match(r"(This|It|These|Those|They) ", part) and NOT_MEASURED.search(part):
-                # In "- `name`: ... It has not", the pronoun stands for the name.
-                yield f"{parts[0] if item.lstrip().startswith('- ') else before} {part}"
-            elif NOT_MEASURED.search(part):
-                yield part
-            before = part
-            is_list = (is_list or part.lower().endswith("not measured:")) and part[-1] != "."
-
-
-def contradictions(text: str, rows: set[tuple[str, str, str]]) -> list[str]:
-    """The claims of a text that something is not measured of which there are rows."""
-    found = []
-    for claim in claims(text):
-        scope = re.search(rf"\b(\d+|two|four)(?: {TIMES})? (H\d+|GPUs)", claim)
-        number, kind = scope.groups() if scope else (None, "GPUs")
-        number = {"two": "2", "four": "4"}.get(number, number)
-        for name, devices, device in sorted(rows):
-            words = f"`{name}`" + (rf"|\b({CALLED[name]})\b" if name in CALLED else "")
-            if number in (None, devices) and kind in ("GPUs", device) and re.search(words, claim):
-                found.append(f"{name} on {devices} {device}: {claim}")
-    return found
-
-
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_what_is_said_not_to_be_measured_has_no_row(page: Path) -> None:
-    rows = measured()
-    if not rows:
-        pytest.skip("the measurements are not here")
-    assert contradictions(page.read_text(), rows) == []
-
-
-def test_a_claim_beside_a_row_is_found() -> None:
-    rows = {("norms", "2", "H100"), ("pallas", "2", "H100"), ("train_step", "4", "H100")}
-    for text, found in (
-        ("`psum_residual_rms_norm` runs one. This has not been\nmeasured, so", 1),
-        ("The kernels of Pallas have not been measured on two GPUs yet.", 1),
-        ("- `pallas`: JAX's own. One process. It has not been run on two GPUs yet.", 1),
-        ("| | 2 GPUs | 4 GPUs |\n|---|---|---|\n| `train_step` | not measured | not timed |", 1),
-        ("Not measured: 8 GPUs; sums with a norm; matmuls.", 1),
-        ("Sums with a norm were not measured on 2 H200.", 0),
-        ("Pallas sends in a ring. Latencies were not measured.", 0),
-    ):
-        assert len(contradictions(text, rows)) == found, text
 
 
 def test_named_tests_exist() -> None:

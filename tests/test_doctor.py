@@ -10,6 +10,7 @@ import jax
 import pytest
 from devices import need_devices
 from processes import python
+from tiers import full
 
 import jax_intranode
 from jax_intranode import __main__ as command_line
@@ -173,17 +174,6 @@ def test_shared_memory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     assert found == info.WARNING and "missing cannot be written: No such file" in text
 
 
-def test_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("JAX_INTRANODE_DISABLE", "1")
-    monkeypatch.setenv("JAX_INTRANODE_TIMEOUT", "1")
-    monkeypatch.setenv("JAX_INTRANODE_SLAB_MIB", "0")
-    found = [verdict(check) for check in info.environment(info.report())]
-    assert [one for one, _ in found] == [info.FAILS, info.WARNING, info.WARNING]
-    assert "correct or unset JAX_INTRANODE_SLAB_MIB" in found[0][1]
-    assert "Did you mean JAX_INTRANODE_TIMEOUT_S?" in found[1][1]
-    assert "JAX_INTRANODE_DISABLE=1: everything falls back" in found[2][1]
-
-
 # Tests in processes of their own.
 
 
@@ -200,24 +190,7 @@ def outcome(**changes: Any) -> dict[str, Any]:
     return good | changes
 
 
-@pytest.mark.parametrize(
-    ("result", "found", "says"),
-    [
-        (outcome(), info.OK, "psum ran as one_shot"),
-        (outcome(right=False), info.FAILS, "wrong"),
-        (outcome(algorithm="lax", reason="no NVLink"), info.WARNING, "jax.lax ran it: no NVLink"),
-        (outcome(operations=0), info.FAILS, "our kernels ran nothing"),
-    ],
-)
-def test_verdict_of_a_test(
-    result: dict[str, Any], found: str, says: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(doctor, "_run_test", lambda *asked: (result, None))
-    check, text = verdict(doctor._self_test("two processes", "gpu", 2))
-    assert check == found and says in text
-
-
-@pytest.mark.parametrize("name", ["psum", "psum_scatter", "all_gather", "all_to_all"])
+@pytest.mark.parametrize("name", ["all_to_all", *map(full, ("psum", "psum_scatter", "all_gather"))])
 def test_values_under_load(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     need_devices(2)
     monkeypatch.setattr(probe, "_LOAD_S", 0.1)
@@ -297,11 +270,3 @@ def test_benefits_of_gpus() -> None:
     assert re.search(r"^  all_gather_matmul +any +8192 x 8192 x 1024 +fused kernel$", text, re.M)
     assert "psum up to 16 MB" in benefits.summary(found)
     assert benefits.summary([b for b in found if b.path == "jax.lax"]).startswith("nothing")
-
-
-def test_sizes_that_were_not_measured_are_no_benefits() -> None:
-    found = benefits.of_node("gpu", "NVIDIA H200", 8, [H200_FACTS] * 8)
-    summary = benefits.summary(found)
-    assert "psum up to 4 MB" in summary and "pmax" not in summary
-    table = benefits.table_of(found)
-    assert re.search(r"^  pmax .*two-shot-max \(not measured\)$", table, re.MULTILINE)

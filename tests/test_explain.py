@@ -5,9 +5,7 @@ import functools
 import os
 import re
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +15,6 @@ from cases import forced, line, make_mesh, selection
 from devices import need_devices
 from explained_programs import HALVES, N, X, check_report, programs
 from jax import lax
-from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import jax_intranode
@@ -31,9 +28,6 @@ from jax_intranode import (
     psum_scatter,
     row_parallel_matmul,
 )
-from jax_intranode._src.group import agreed
-from jax_intranode._src.group import rendezvous as rendezvous_lib
-from jax_intranode._src.jax_private import hlo
 from jax_intranode._src.native import definitions
 from jax_intranode._src.selection import config
 
@@ -196,23 +190,6 @@ def test_table() -> None:
     assert str(explain(jnp.sin)(1.0)) == "no collectives"
 
 
-def test_long_reasons_are_broken_at_100_columns() -> None:
-    found = explain(over_x(lambda v: psum(v.astype(jnp.complex64), "x").real))(X)
-    (call,) = found
-    assert len(call.reason) > 100
-    _, row, _, *reason, _ = str(found).splitlines()
-    assert row.startswith("psum") and len(reason) > 1
-    assert all(line.startswith("    ") and len(line) <= 100 for line in reason)
-    assert " ".join(map(str.strip, reason)) == call.reason
-
-
-def test_a_path_with_hyphens_is_not_broken(tmp_path: Path) -> None:
-    file = tmp_path / "-".join(["part"] * 30)
-    code = compile("def f(v): return psum(v, 'x')", file, "exec")
-    exec(code, names := {"psum": psum})
-    assert f"    {file}:1 (f)" in str(explain(over_x(names["f"]))(X)).replace("\n    (f)", " (f)")
-
-
 def test_what_is_ours_agrees_with_strict_mode(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where JAX sums the gradients of weights that the data-parallel ranks share."""
     need_devices(4)
@@ -283,13 +260,6 @@ def test_times() -> None:
     assert " ?  " in str(explain(over_x(SHARED["loops"]))(X)).splitlines()[7]
 
 
-def test_tree_of_several_operations() -> None:
-    with forced("one_shot"):
-        calls = explained(many)
-    n = definitions.MAX_BUFFERS
-    assert [(len(call.shapes), call.dtype) for call in calls] == [(n, "float32"), (1, "float32")]
-
-
 # Calls that jax.lax runs, and why.
 
 
@@ -297,41 +267,6 @@ def reasons(body: Callable[..., Any]) -> list[str]:
     calls = explained(body)
     assert all(call.algorithm == "lax" and (call.blocks, call.threads) == (0, 0) for call in calls)
     return [call.reason for call in calls]
-
-
-def test_reason_of_the_rendezvous() -> None:
-    refused = agreed.Rendezvous({}, "cpu", "single", reason="no peer access")
-    with mock.patch.object(rendezvous_lib, "rendezvous_of", lambda devices: refused):
-        assert reasons(lambda v: psum(v, "x")) == ["no peer access"]
-
-
-def test_partly_manual_mesh() -> None:
-    need_devices(4)
-    mesh = make_mesh((2, N // 2), ("auto", "x"))
-    f = jax.shard_map(
-        lambda v: psum(v, "x"), mesh=mesh, in_specs=P(None, "x"), out_specs=P(), axis_names={"x"}
-    )
-    argument = jnp.zeros((8, 8 * N))
-    (call,) = explain(f)(argument)
-    assert call.algorithm == "lax"
-    assert call.reason == "a partly manual mesh: shard_map has not bound 'auto'"
-    assert hlo.in_lowered(jax.jit(f).lower(argument).as_text()) == {"all-reduce": 1}
-
-
-@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
-def test_mesh_of_set_mesh(kind: AxisType) -> None:
-    order = list(reversed(range(N)))
-    mesh = jax.sharding.Mesh(np.array(jax.devices())[order], ("x",), axis_types=(kind,))
-    f = jax.jit(
-        jax.shard_map(lambda v: psum(v, "x"), in_specs=P("x"), out_specs=P(), check_vma=False)
-    )
-    argument = jax.ShapeDtypeStruct((N, 3), jnp.float32, sharding=jax.NamedSharding(mesh, P("x")))
-    with jax.set_mesh(mesh):
-        (call,) = explain(f)(argument)
-        text = f.lower(argument).as_text()
-    assert call.algorithm != "lax"
-    assert call.groups == (tuple(device.id for device in mesh.devices.flat),)
-    assert hlo.in_lowered(text) == {"jax_intranode_psum": 1}
 
 
 # Arguments.
@@ -351,16 +286,6 @@ def test_arguments() -> None:
     assert not ran
     with pytest.raises(NameError, match="unbound axis name: nowhere"):
         explain(lambda v: psum(v, "nowhere"))(1.0)
-
-
-def test_printed_without_a_call() -> None:
-    def step(v: Any) -> Any:
-        return v
-
-    for text in (str(explain(step)), repr(explain(jax.jit(step)))):
-        assert "no report yet" in text and "explain(step)(x)" in text
-    assert explain(step).__name__ == "step"
-    assert "explain(f)(x)" in repr(explain(functools.partial(step)))
 
 
 def test_fallback_is_laxs_own_program() -> None:
@@ -394,3 +319,10 @@ def test_functions_of_other_jits() -> None:
 
     with pytest.raises(TypeError, match=r"Jitted, whose trace has no jaxpr"):
         jax_intranode.explain(Jitted())(jnp.ones(3))
+
+
+def test_tree_of_several_operations() -> None:
+    with forced("one_shot"):
+        calls = explained(many)
+    n = definitions.MAX_BUFFERS
+    assert [(len(call.shapes), call.dtype) for call in calls] == [(n, "float32"), (1, "float32")]

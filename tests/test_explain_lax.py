@@ -11,9 +11,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import line, make_mesh, sharded
-from devices import need_devices
-from explained_programs import HALVES, N, X, check_report, in_report, programs
+from cases import line, sharded
+from explained_programs import HALVES, N, X, check_report, programs
 from jax import lax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -22,7 +21,6 @@ import jax_intranode
 from jax_intranode import Call, explain
 from jax_intranode._src.jax_private import hlo
 from jax_intranode._src.rewrite.collectives import Body
-from jax_intranode._src.selection import config
 
 pytestmark = pytest.mark.usefixtures("not_installed")
 NOT_ENABLED = "left to lax; jax_intranode.install() replaces it where that pays"
@@ -85,57 +83,6 @@ NOT_DIFFERENTIABLE = ("loops", "others")
 def test_program_holds_what_explain_reports(name: str, grad: bool, enabled: bool) -> None:
     with rewriting(enabled):
         check_report(over_x(PROGRAMS[name]), grad)
-
-
-def test_collectives_that_cpu_devices_do_not_run() -> None:
-    def body(v: Any) -> Any:
-        ints = [jnp.zeros(N, jnp.int32)] * 4
-        rows = lax.ragged_all_to_all(v[0], v[0], *ints, axis_name="x")
-        return lax.pbroadcast(v, "x", 0) + rows
-
-    calls = explain(over_x(body))(X)
-    assert [(call.operation, call.nbytes, call.axes) for call in calls] == [
-        ("ragged_all_to_all", 16 * N, ("x",)),
-        ("pbroadcast", 16 * N, ("x",)),
-    ]
-    assert [call.shapes for call in calls] == [((4 * N,),), ((1, 4 * N),)]
-
-
-@pytest.mark.parametrize("enabled", [False, True])
-def test_pmap(enabled: bool) -> None:
-    f = jax.pmap(lambda v: lax.psum(v, "x") + lax.pbroadcast(v, "x", 0), axis_name="x")
-    with rewriting(enabled):
-        calls = explain(f)(jnp.ones((N, 4)))
-    algorithms = {call.operation: call.algorithm for call in calls}
-    assert len(calls) == 2 and algorithms.keys() == {"psum", "pbroadcast"}
-    assert (algorithms["psum"] != "lax") == enabled and algorithms["pbroadcast"] == "lax"
-    assert calls[0].group_size == N
-
-
-def test_nested_shard_map() -> None:
-    need_devices(4)
-    mesh = make_mesh((2, N // 2), ("a", "b"))
-
-    def outer(v: Any) -> Any:
-        v = jax.shard_map(
-            lambda u: lax.psum(u, ("a", "b")),
-            in_specs=P(None, "b"),
-            out_specs=P(None, "b"),
-            axis_names={"b"},
-            check_vma=False,
-        )(v)
-        return lax.psum(v, "a")
-
-    f = sharded_over_a = jax.shard_map(
-        outer, mesh=mesh, in_specs=P("a"), out_specs=P(), axis_names={"a"}, check_vma=False
-    )
-    with jax.set_mesh(mesh), jax_intranode.accelerate():
-        calls = explain(f)(jnp.zeros((2, N)))
-        text = jax.jit(sharded_over_a).lower(jnp.zeros((2, N))).as_text()
-    inner, after = calls
-    assert inner.algorithm != "lax"
-    assert after.reason == "a partly manual mesh: shard_map has not bound 'b'"
-    assert in_report(calls) == hlo.in_lowered(text)
 
 
 def test_matmul_of_a_plain_jit_program() -> None:
@@ -269,21 +216,6 @@ def test_reasons() -> None:
     chosen = {call.operation: call.algorithm for call in kinds if call.operation[:2] != "pm"}
     assert chosen == {"ppermute": "permute", "all_to_all": "all_to_all"}
     assert {call.reason for call in explained(left)} == {NOT_ENABLED}
-
-
-def test_reason_where_the_package_is_disabled() -> None:
-    with mock.patch.object(config, "get", lambda: config.Config(disable=True)):
-        jax_intranode.install()
-        (call,) = explained(lambda v: lax.psum(v, "x"))
-    assert (call.algorithm, call.reason) == ("lax", "JAX_INTRANODE_DISABLE=1")
-
-
-def test_explain_runs_and_compiles_nothing(caplog: pytest.LogCaptureFixture) -> None:
-    before = jax_intranode.usage_counter()
-    with jax_intranode.accelerate(), caplog.at_level(logging.INFO, "jax_intranode"):
-        explained(tree)
-    assert jax_intranode.usage_counter() == before
-    assert not [r for r in caplog.records if "Lowered" in r.getMessage()]
 
 
 # The compiled program.

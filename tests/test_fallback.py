@@ -1,10 +1,9 @@
 """What a user is told when jax.lax runs a call: the log, and notes on errors."""
 
+import contextlib
 import functools
 import logging
-import re
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -14,6 +13,7 @@ from cases import line, sharded
 from devices import need_devices
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
+from tiers import full
 
 import jax_intranode
 from jax_intranode import all_gather_matmul, matmul_reduce_scatter, psum
@@ -141,40 +141,26 @@ def values_and_algorithms() -> dict[tuple[int, str], Any]:
     return found
 
 
+SETTINGS: dict[str, Callable[[], Any]] = {
+    "size one": lambda: jax.remove_size_one_mesh_axis_from_type(True),
+    "auto_pcast": lambda: jax.auto_pcast(False),
+    "ranks": lambda: jax.numpy_rank_promotion("raise"),
+    "dtypes": lambda: jax.numpy_dtype_promotion("strict"),
+}
 usual_values_and_algorithms = functools.cache(values_and_algorithms)
 
 
-@pytest.mark.parametrize(
-    "setting",
-    [
-        lambda: jax.remove_size_one_mesh_axis_from_type(True),
-        lambda: jax.auto_pcast(False),
-        lambda: jax.numpy_rank_promotion("raise"),
-        lambda: jax.numpy_dtype_promotion("strict"),
-    ],
-    ids=["remove_size_one_mesh_axis_from_type", "no auto_pcast", "ranks", "dtypes"],
-)
-def test_settings_of_jax_do_not_turn_our_functions_off(setting: Any) -> None:
+@pytest.mark.parametrize("names", [[*SETTINGS], *(full([name]) for name in SETTINGS)], ids=str)
+def test_settings_of_jax_do_not_turn_our_functions_off(names: list[str]) -> None:
     need_devices(2)
     usual = usual_values_and_algorithms()
     jax.clear_caches()
-    with setting():
+    with contextlib.ExitStack() as stack:
+        for name in names:
+            stack.enter_context(SETTINGS[name]())
         assert values_and_algorithms() == usual
     algorithms = [algorithm for _, of_call in usual.values() for _, algorithm in of_call]
     assert len(algorithms) >= len(usual) and "lax" not in algorithms
-
-
-def test_reasons_are_worded_in_one_place() -> None:
-    """Each is used, and no other file has its text, or the text between two of its values."""
-    own = Path(reasons.__file__)
-    others = {p: p.read_text() for p in own.parent.rglob("*.py") if p != own}
-    constants = {n: r for n, r in vars(reasons).items() if isinstance(r, reasons.Reason)}
-    assert len(constants) > 90
-    for name, reason in constants.items():
-        assert any(re.search(rf"\b{name}\b", text) for text in others.values()), name
-        longest = max(re.split(r"\{.*?\}", reason), key=len)
-        if len(longest.split()) > 4:
-            assert not [p.name for p, text in others.items() if f'"{longest}' in text], name
 
 
 def test_a_reason_keeps_its_cause() -> None:

@@ -94,21 +94,6 @@ def test_what_was_faster() -> None:
     assert selected(world_size=4).algorithm == "lax"
 
 
-def test_table_is_well_formed() -> None:
-    for (hardware, operation, world), rows in table.FEW_ROWS.items():
-        assert generations.GENERATIONS[hardware].fused is not None
-        assert operation in ("matmul_all_reduce", "column_parallel_matmul")
-        assert 2 <= world <= definitions.MAX_WORLD_SIZE
-        sizes = [row.nbytes for row in rows]
-        assert sizes == sorted(set(sizes)) and all(0 <= row.rows <= MOST for row in rows)
-
-
-def test_digest_changes_with_the_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    before = select.digest()
-    monkeypatch.setattr(table, "FEW_ROWS", {})
-    assert select.digest() != before
-
-
 # Programs, where dots and our psum stand in for the kernel.
 
 

@@ -3,9 +3,7 @@
 Forced links: quads of the devices 0 to 3 and 4 to 7; devices that are 4 apart are relays.
 """
 
-import ctypes
 import itertools
-import mmap
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -21,8 +19,7 @@ from test_topology import DGX1, make_reports
 
 import jax_intranode
 from jax_intranode._src import reasons
-from jax_intranode._src.command_line.launcher.runs import RankError
-from jax_intranode._src.group import communicator, key_value_store, rendezvous, slabs, topology
+from jax_intranode._src.group import communicator, key_value_store, rendezvous, topology
 from jax_intranode._src.group import partition as partition_lib
 from jax_intranode._src.group import rendezvous as rendezvous_lib
 from jax_intranode._src.native import extension
@@ -30,7 +27,6 @@ from jax_intranode._src.ops.collective import chooser
 from jax_intranode._src.selection import config, select
 
 sys.path.append(str(Path(__file__).parent / "multiprocess"))
-from multiprocess_ranks import run_in_ranks
 
 pytestmark = pytest.mark.one_version
 
@@ -93,13 +89,6 @@ def check_psum(dtype: str, count: int, order: Sequence[int], seed: int) -> None:
     cases.check(result, cases.everywhere(oracle(parts, order), 8))
 
 
-def test_the_oracle_tells_orders_apart() -> None:
-    parts = cases.random("float32", (8, 200))
-    sums = [cases.oracle(parts), oracle(parts, ORDERS[0]), oracle(parts, ORDERS[2])]
-    for a, b in itertools.combinations(sums, 2):
-        assert (a != b).any()
-
-
 ORDERS = [list(range(8)), [4, 5, 6, 7, 0, 1, 2, 3], [6, 0, 3, 5, 2, 7, 4, 1]]
 
 
@@ -142,52 +131,6 @@ def test_what_groups_run() -> None:
     assert chosen.algorithm == "lax"
     assert "devices 0 and 7 of group [0, 1, 2, 7] have no link to each other" in chosen.reason
     assert chooser("psum", crossed, ("quad", "pair"), dtype)(400).algorithm == "hybrid_cube_mesh"
-
-
-@pytest.mark.usefixtures("cube_mesh")
-@pytest.mark.parametrize("algorithm", ["one_shot", "two_shot"])
-def test_a_forced_algorithm_is_refused(monkeypatch: pytest.MonkeyPatch, algorithm: str) -> None:
-    monkeypatch.setenv("JAX_INTRANODE_ALGORITHM", algorithm)
-    config.get.cache_clear()
-    chosen = chooser("psum", mesh_of(range(8)), ("x",), np.dtype(np.float32))(400)
-    assert chosen.algorithm == "lax" and chosen.cause == reasons.REFUSED
-    assert f"JAX_INTRANODE_ALGORITHM={algorithm} needs a link between each pair" in chosen.reason
-
-
-@pytest.mark.usefixtures("cube_mesh")
-def test_fewer_devices_are_refused() -> None:
-    chosen = chooser("psum", cases.line(4), ("x",), np.dtype(np.float32))(400)
-    assert chosen.algorithm == "lax"
-    assert "JAX_INTRANODE_TOPOLOGY=hybrid_cube_mesh, and devices [0, 1, 2, 3]" in chosen.reason
-
-
-@pytest.mark.usefixtures("cube_mesh")
-def test_the_rendezvous_tests_links_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    module = extension.module("cpu")
-    touched = []
-
-    class Recorder:
-        def __getattr__(self, name: str) -> Any:
-            call = getattr(module, name)
-            if name not in ("write_word", "read_word"):
-                return call
-
-            def recorded(ordinal: int, address: int, *rest: int) -> Any:
-                touched.append((ordinal, address))
-                return call(ordinal, address, *rest)
-
-            return recorded
-
-    monkeypatch.setattr(extension, "module", lambda platform: Recorder())
-    jax_intranode.initialize(mesh_of(range(8)))
-    monkeypatch.undo()
-    found = rendezvous_lib.rendezvous_of(jax.devices())
-    owners = {address: i for i, address in found.addresses[0].items()}
-    pairs = set()
-    for device, address in touched:
-        slab = max(start for start in owners if start <= address)
-        pairs.add((device, owners[slab]))
-    assert pairs == {(i, j) for i in range(8) for j in range(8) if linked(i, j) or i == j}
 
 
 @pytest.mark.usefixtures("cube_mesh")
@@ -263,66 +206,3 @@ def test_gpus_that_are_linked_in_part_fall_back(
     reason = str(refusal.value)
     assert "are not all linked by NVLink (topology unknown, links (" in reason
     assert "00000000:06:00.0" in reason
-
-
-def test_one_gpu_twice(monkeypatch: pytest.MonkeyPatch) -> None:
-    report = make_reports(2, {(0, 1): 4})[0]
-    with pytest.raises(key_value_store.Refused, match="devices 10 and 11 are one GPU"):
-        links_of([report, report], monkeypatch)
-
-
-# A process for each device.
-
-_PROT_NONE = 0
-
-
-def _protect(address: int, nbytes: int) -> None:
-    """Makes pages inaccessible to this process."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    assert address % mmap.PAGESIZE == 0 == nbytes % mmap.PAGESIZE
-    assert libc.mprotect(ctypes.c_void_p(address), ctypes.c_size_t(nbytes), _PROT_NONE) == 0
-
-
-def sums_in_a_rank(protect_a_mate: bool) -> None:
-    """Checks sums while the epoch buffers of all devices without a link are inaccessible."""
-    order = ORDERS[2]
-    jax_intranode.initialize(mesh_of(order))
-    found = rendezvous_lib.rendezvous_of(jax.devices())
-    assert found.reason is None, found.reason
-    ids = sorted(device.id for device in jax.devices())
-    (local,) = jax.local_devices()
-    mine = ids.index(local.id)
-    header = extension.module("cpu").HEADER_BYTES
-    protected = []
-    for peer_id, slab in found.addresses[local.id].items():
-        peer = ids.index(peer_id)
-        mate = protect_a_mate and mine == 0 and peer == 1
-        if peer == mine or (linked(mine, peer) and not mate):
-            continue
-        protected.append(peer)
-        for region in range(slabs.REGIONS):
-            start = slab + slabs.PROBE_BYTES + region * found.region_bytes()
-            _protect(start + header, 2 * found.epoch_buffer_bytes)
-    assert len(protected) == (4 if protect_a_mate and mine == 0 else 3)
-    for dtype, count in itertools.product(("float32", "bfloat16", "int8"), (1, 99)):
-        check_psum(dtype, count, order, count)
-    print("SUMS right", flush=True)
-
-
-@pytest.mark.full
-def test_no_byte_between_processes_without_a_link(tmp_path: Path) -> None:
-    if jax.devices()[0].platform != "cpu":
-        pytest.skip("GPUs have the links that they have")
-    logs = run_in_ranks(sums_in_a_rank, 8, tmp_path / "logs", env=VARIABLE, arguments=[False])
-    assert all("SUMS right" in log for log in logs)
-
-
-@pytest.mark.full
-def test_a_byte_to_a_protected_rank_ends_the_process(tmp_path: Path) -> None:
-    """The test above can fail: here a linked rank is protected, too."""
-    if jax.devices()[0].platform != "cpu":
-        pytest.skip("GPUs have the links that they have")
-    env = {**VARIABLE, "JAX_INTRANODE_TIMEOUT_S": "20"}
-    with pytest.raises(RankError) as error:
-        run_in_ranks(sums_in_a_rank, 8, tmp_path / "logs", env=env, arguments=[True])
-    assert error.value.first_failed == 0 and "SUMS right" not in error.value.logs[0]

@@ -83,10 +83,3 @@ def test_grids_are_resident() -> None:
     checked = [k for k in checked if k.size != 4 or "7TwoShot" not in k.name]
     wrong = [text for k in checked for text in outgrown(k)]
     assert not wrong, "\n".join(wrong)
-
-
-@pytest.mark.parametrize(
-    ("size", "registers", "fits"), [(2, 64, True), (2, 65, False), (8, 128, True), (0, 129, False)]
-)
-def test_a_kernel_that_outgrows_its_grid_is_found(size: int, registers: int, fits: bool) -> None:
-    assert (outgrown(Kernel("kernel", size, True, registers)) == []) == fits

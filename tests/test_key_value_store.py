@@ -48,16 +48,6 @@ def stores(client: FakeClient, processes: tuple[int, ...], prefix: str = "p/") -
 SOON = key_value_store.Deadline(0.05)
 
 
-def test_gather_is_in_process_order() -> None:
-    client = FakeClient()
-    processes = (5, 2, 9)
-    for process in (9, 5):  # the others have spoken, in another order
-        client.key_value_set(f"p/hello/{process}", f'{{"from": {process}}}')
-    store = key_value_store.KeyValueStore(client, "p/", 2, processes)
-    assert store.gather("hello", {"from": 2}, SOON) == [{"from": p} for p in processes]
-    assert set(client.values) == {f"p/hello/{p}" for p in processes}
-
-
 def test_gather_names_the_missing_process_and_the_stage(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -99,13 +89,6 @@ def test_other_errors_are_not_swallowed() -> None:
     ):
         with pytest.raises(RuntimeError, match="UNAVAILABLE"):
             call()
-
-
-def test_one_process_needs_no_client(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(distributed, "key_value_client", lambda: None)
-    assert type(key_value_store.store("p/", 0, [0])) is key_value_store.Store
-    with pytest.raises(RuntimeError, match=r"processes \[0, 1\].*jax.distributed.initialize"):
-        key_value_store.store("p/", 0, [0, 1])
 
 
 def test_keys_of_a_launched_job_cannot_be_guessed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -160,25 +160,6 @@ def test_the_ranks_are_one_program(
     assert ("the processes meet at unix:" in err) == (call == "the same arguments")
 
 
-@pytest.mark.full
-def test_children_of_a_rank_are_processes_of_their_own(launch: Launch) -> None:
-    code, out, err = launch(
-        "-n 2 SCRIPT",
-        JAX,
-        """
-        import multiprocessing
-        def work(n):
-            return jax.process_count() * n
-        if __name__ == "__main__":
-            with multiprocessing.get_context("spawn").Pool(1) as pool:
-                print(jax.process_count(), pool.map(work, [1, 10]))
-        """,
-    )
-
-    assert code == 0, err
-    assert [lines_of(out, rank) for rank in range(2)] == [["2 [1, 10]"]] * 2
-
-
 def test_a_rank_that_closes_its_output_is_waited_for(launch: Launch, tmp_path: Path) -> None:
     code, _, _ = launch(
         "-n 1 SCRIPT",
@@ -265,93 +246,6 @@ def test_the_rank_that_fails_first_may_end_last(launch: Launch, tmp_path: Path, 
     assert "launch: rank 1 failed first, after " in err and ": exit code 3" in err, err
 
 
-def test_a_failure_is_printed_once(launch: Launch) -> None:
-    """A rank logs the message and prints it again at its end; the report need not repeat it."""
-    code, _, err = launch(
-        "-n 1 --grace 1 SCRIPT",
-        """
-        import sys
-        print("jax_intranode: psum failed", file=sys.stderr)
-        print("jax_intranode: psum failed", file=sys.stderr)
-        sys.exit(3)
-        """,
-    )
-    assert code == 3
-    assert err.count("jax_intranode: psum failed") == 1, err
-    assert err.count("failed first") == 1, err
-
-
-GREEN = {
-    "gevent": "from gevent import monkey\nmonkey.patch_all()\n",
-    "eventlet": "import warnings\nwarnings.simplefilter('ignore')\n"
-    "import eventlet\neventlet.monkey_patch()\n",
-}
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("library", GREEN)
-def test_ranks_whose_threads_are_greenlets(launch: Launch, library: str) -> None:
-    """They run, fail and end as others: test_no_thread_is_a_greenlet needs no such library."""
-    pytest.importorskip(library)
-    code, out, err = launch(
-        "-n 2 --grace 5 --timeout 120 SCRIPT",
-        GREEN[library],
-        JAX.replace("jax.lax.psum", "jax_intranode.psum"),
-        """
-        import jax_intranode, sys
-        print(total(), flush=True)
-        if jax.process_index() == 1:
-            sys.exit(3)
-        print(total())
-        """,
-    )
-    assert code == 3, err
-    assert lines_of(out, 0) == lines_of(out, 1) == ["[2.]"]
-    assert "process 1 (pid " in err and "has failed: SystemExit: 3" in err, err
-
-
-def test_nothing_is_compiled_at_the_end(launch: Launch) -> None:
-    code, _, err = launch(
-        "-n 2 --timeout 120 SCRIPT",
-        JAX.replace("jax.lax.psum", "jax_intranode.psum"),
-        """
-        import sys
-        import jax_intranode
-        jax.config.update("jax_log_compiles", True)
-        jax.config.update("jax_explain_cache_misses", True)
-        assert total() == 2
-        print("THE END", file=sys.stderr)
-        """,
-    )
-    assert code == 0, err
-    for rank in range(2):
-        lines = lines_of(err, rank)
-        assert any("Compiling" in line for line in lines), err
-        assert lines[-1] == "THE END", err
-
-
-def test_a_rank_that_exits_with_a_code_has_failed(launch: Launch) -> None:
-    """It waits for nobody, and its peers are told."""
-    code, _, err = launch(
-        "-n 2 --platform cpu --grace 1 SCRIPT",
-        """
-        import sys, time
-        import jax, jax_intranode, numpy as np
-        from jax.sharding import Mesh, PartitionSpec as P
-        mesh = Mesh(np.array(jax.devices()), ("x",))
-        psum = lambda v: jax_intranode.psum(v, "x")
-        f = jax.shard_map(psum, mesh=mesh, in_specs=P(), out_specs=P())
-        jax.block_until_ready(jax.jit(f)(np.ones(4)))
-        if jax.process_index() == 1:
-            sys.exit(3)
-        time.sleep(20)
-        """,
-    )
-    assert code == 3
-    assert "process 1 (pid " in err and "has failed: SystemExit: 3" in err
-    assert "Timeout" not in err
-
-
 def test_restarts(launch: Launch, tmp_path: Path) -> None:
     script = """
         import os, sys
@@ -386,34 +280,6 @@ def test_the_time_limit_shows_where_the_ranks_are(launch: Launch) -> None:
     assert "launch: ending rank 1: not finished after 0.7 s\n" in err
     assert any("in stuck_here" in line for line in lines_of(err, 1))
     assert "restart" not in err
-
-
-@pytest.mark.full
-def test_the_loss_of_any_rank_leaves_the_others_their_service(launch: Launch) -> None:
-    code, out, err = launch(
-        "-n 3 SCRIPT",
-        JAX,
-        """
-        import signal, time
-        from jax._src import distributed
-        print(total(), distributed.global_state.service, flush=True)
-        if jax.process_index() == 0:
-            os.kill(os.getpid(), signal.SIGKILL)
-        time.sleep(1)  # JAX would have ended a process that has lost the service
-        print("still here")
-        """,
-    )
-    assert code == 137
-    assert lines_of(out, 0) == ["[4.5] None"]
-    for rank in (1, 2):
-        assert lines_of(out, rank) == ["[4.5] None", "still here"], err
-
-
-@pytest.mark.full
-def test_arguments_of_another_rank_are_refused(launch: Launch) -> None:
-    code, _, err = launch("-n 2 SCRIPT", JAX, "\njax.distributed.initialize('localhost:1', 3, 0)")
-    assert code == 1
-    assert "ValueError: jax.distributed.initialize(num_processes=3): this is process 0 of 2" in err
 
 
 def test_connections_of_others_to_the_service_disturb_nobody(
@@ -539,34 +405,6 @@ def test_a_full_pipe_that_nobody_reads_delays_nothing(
     assert process.stdout is not None
     process.stdout.close()
     assert_gone(ranks)
-
-
-@pytest.mark.full
-def test_the_ranks_pause_with_the_command(tmp_path: Path) -> None:
-    process = started(
-        tmp_path,
-        """
-        import time
-        print("ready", flush=True)
-        time.sleep(1)
-        """,
-    )
-    pids = [process.pid, *children_of(process.pid)]
-    guard = [pid for pid in pids if b"-I" in Path(f"/proc/{pid}/cmdline").read_bytes()]
-    watched = [pid for pid in pids if pid not in guard]
-
-    def states() -> set[str]:
-        stats = [Path(f"/proc/{pid}/stat").read_text() for pid in watched]
-        return {stat.rpartition(")")[2].split()[0] for stat in stats}
-
-    process.send_signal(signal.SIGTSTP)
-    deadline = time.monotonic() + 20
-    while states() != {"T"} and time.monotonic() < deadline:
-        time.sleep(0.02)
-    assert states() == {"T"}
-    process.send_signal(signal.SIGCONT)
-    process.communicate(timeout=30)
-    assert process.returncode == 0
 
 
 # Wrong input.

@@ -1,14 +1,11 @@
 """The launcher: a failure reaches the parent with its cause, and no process is left behind."""
 
-import _thread
 import errno
 import os
 import signal
 import socket
-import subprocess
 import sys
 import tempfile
-import threading
 from pathlib import Path
 from typing import Any
 
@@ -19,17 +16,12 @@ from processes import assert_gone
 from jax_intranode._src.command_line.launcher import own_files
 from jax_intranode._src.command_line.launcher.rank import connect, rank_env
 from jax_intranode._src.command_line.launcher.runs import (
-    MODES,
-    Devices,
     RankError,
-    run_function,
     run_ranks,
 )
 from jax_intranode._src.command_line.launcher.service import coordination_service
 
 pytestmark = pytest.mark.one_version
-
-_SLEEP = "import time; time.sleep(60)"
 
 
 def _python(*codes: str) -> list[list[str]]:
@@ -52,39 +44,6 @@ def test_nothing_outlives_the_limit(tmp_path: Path) -> None:
 
     assert caught.value.exit_codes == [-signal.SIGKILL, 0]
     assert_gone([int(pid) for log in caught.value.logs for pid in log.split()])
-
-
-@pytest.mark.parametrize("cause", ["interrupt", "missing program"])
-def test_nothing_outlives_an_exception_in_the_parent(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cause: str
-) -> None:
-    started: list[subprocess.Popen[bytes]] = []
-    popen = subprocess.Popen
-
-    def recording_popen(*args: object, **kwargs: object) -> subprocess.Popen[bytes]:
-        process = popen(*args, **kwargs)
-        if kwargs["stdin"] is subprocess.DEVNULL:  # a rank, not what guards the ranks
-            started.append(process)
-        return process
-
-    monkeypatch.setattr(subprocess, "Popen", recording_popen)
-    commands = _python(_SLEEP, _SLEEP)
-    if cause == "interrupt":
-        expected: type[BaseException] = KeyboardInterrupt
-        threading.Timer(0.2, _thread.interrupt_main).start()
-    else:
-        expected = FileNotFoundError
-        commands[1] = [str(tmp_path / "no such program")]
-    # Where this runs in the background of a shell, interrupts are ignored from the start.
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    try:
-        with pytest.raises(expected):
-            run_ranks(commands, timeout_s=30, log_dir=tmp_path)
-    finally:
-        signal.signal(signal.SIGINT, before)
-
-    assert len(started) == (2 if cause == "interrupt" else 1)
-    assert_gone([process.pid for process in started])
 
 
 def test_connected_ranks_see_each_other_and_one_that_fails_does_not_wait(tmp_path: Path) -> None:
@@ -203,35 +162,3 @@ def test_a_place_that_others_can_change_is_the_last_choice_and_named(
         coordination_service(1),
     ):
         pass
-
-
-# Functions in ranks.
-
-FUNCTION = """
-def work(rank, text):
-    rank.begin("a measurement")
-    rank.print(text)
-    return [rank.number, rank.devices.ranks, rank.mesh().size]
-"""
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_a_function_in_ranks(
-    mode: str, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "module_of_test.py").write_text(FUNCTION)
-    paths = filter(None, [str(tmp_path), os.environ.get("PYTHONPATH")])
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(paths))
-    devices, heard = Devices("cpu", 2, mode), []
-
-    result = run_function(
-        "module_of_test:work",
-        {"text": "a row"},
-        devices,
-        timeout_s=100,
-        hear=heard.append,
-        shows_log=True,
-    )
-    assert result == [0, devices.ranks, 2]
-    assert heard == [{"begun": "a measurement"}, {"result": result}]
-    assert capfd.readouterr().out.splitlines().count("a row") == 1  # of rank 0 alone

@@ -1,14 +1,11 @@
 """Communicators over the life of a program: exit, fork, replay after shutdown."""
 
-import py_compile
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from devices import need_devices, need_gpus
 from processes import free_port, python
-from tiers import quick
+from tiers import full, quick
 
 
 def run_program(tmp_path: Path, code: str, *arguments: str) -> tuple[int, str]:
@@ -48,7 +45,7 @@ EXITS = {
 }
 
 
-QUICK = ("in_flight", "executables_last", "backends_first")
+QUICK = ("in_flight", "backends_first")
 
 
 @pytest.mark.parametrize("order", quick(EXITS, QUICK))
@@ -141,33 +138,10 @@ ENDS = {
 }
 
 
-@pytest.mark.parametrize("name", quick(ENDS, ("raises_again", "stores_and_exits")))
+@pytest.mark.parametrize("name", quick(ENDS, ("raises_again",)))
 def test_what_has_ended_a_program(name: str) -> None:
     code, error = ENDS[name]
     assert python("-P", "-c", SHOWS + code).stdout.splitlines()[-1] == f"[{error}]"
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("way", ["-", "FILE", "-m", "bytecode", "run", "within"])
-def test_what_has_ended_a_program_that_starts_otherwise(tmp_path: Path, way: str) -> None:
-    file, driver = tmp_path / "raises.py", tmp_path / "driver.py"
-    file.write_text(f"{SHOWS}1 / 0")
-    driver.write_text("import runpy\nrunpy.run_path('raises.py', run_name='__main__')")
-    if way == "bytecode":
-        py_compile.compile(str(file), cfile=str(tmp_path / "raises.pyc"))
-    words = {
-        "-": ["-"],
-        "FILE": [file],
-        "-m": ["-m", "raises"],
-        "bytecode": ["raises.pyc"],
-        "run": ["-m", "jax_intranode", "run", file],
-        "within": [driver],
-    }[way]
-    with file.open() as text:
-        done = subprocess.run(
-            [sys.executable, *words], cwd=tmp_path, stdin=text, stdout=subprocess.PIPE, text=True
-        )
-    assert done.stdout.splitlines()[-1] == "[ZeroDivisionError]", done
 
 
 # Ranks that are processes of `multiprocessing`. Rank 1 ends as the test says, before rank 0.
@@ -212,7 +186,7 @@ if __name__ == "__main__":
     [
         ("", "FAILURE None"),
         ("raise ValueError('loss is NaN')", "has failed: RuntimeError: exit code 1."),
-        ("sys.exit(3)", "has failed: SystemExit: 3."),
+        full("sys.exit(3)", "has failed: SystemExit: 3."),
     ],
     ids=["returns", "raises", "exits"],
 )

@@ -122,22 +122,6 @@ def test_what_is_not_overlapped(operation: str, m: int, k: int, n: int, says: st
     assert says in reason
 
 
-def test_other_dtypes_hardware_worlds_and_rings() -> None:
-    for arguments, says in (
-        ({"dtype": "float32"}, "dtype float32"),
-        ({"profile": "not measured on gpu GPUs"}, "not measured on gpu GPUs"),
-        ({"world": 1}, "a group of one rank"),
-        ({"world": 16}, "a group of 16 ranks"),
-        ({"ring": 1 << 17}, "JAX_INTRANODE_RING_MIB sets its size"),
-    ):
-        reason = plan(GATHER, 32768, 16384, 8192, **arguments)  # type: ignore[arg-type]
-        assert isinstance(reason, str)
-        assert says in reason
-    # Each of eight ranks has smaller shards: more bytes have to travel to be worth it.
-    assert isinstance(plan(GATHER, 2048, 8192, 8192, world=8, ring=16 << 20), str)
-    assert plan(GATHER, 8192, 8192, 8192, world=8, ring=64 << 20) == Plan()
-
-
 def test_sums_of_several_products() -> None:
     """The fused kernel sums several terms. The pipeline needs them joined by a copy."""
     for world in (2, 4, 8):

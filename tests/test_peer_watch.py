@@ -206,41 +206,6 @@ def test_another_user_is_refused() -> None:
     peer.close()
 
 
-def test_a_peer_that_never_comes_is_named() -> None:
-    started = time.monotonic()
-    with (
-        pytest.raises(RuntimeError, match="process 1 did not connect in time"),
-        connecting(timeout_s=0.3),
-    ):
-        pass
-    assert time.monotonic() - started < 5
-    watch = extension.module("cpu").PeerWatch(2)
-    with pytest.raises(RuntimeError, match="connecting to process 1: Connection refused"):
-        watch.connect([(PEER, "jax_intranode.nobody", [1])], SECRET, 1)
-    with pytest.raises(RuntimeError, match="200 bytes is not one of a Unix socket"):
-        watch.connect([(PEER, "x" * 200, [1])], SECRET, 1)
-
-
-def test_end_without_and_with_a_goodbye() -> None:
-    with pair() as (watch, peer):
-        assert state_of(watch, "unheard")
-        peer.send(b"h")
-        assert state_of(watch, "running")
-        peer.close()
-        _, what = state_of(watch, "lost")
-        assert f"process {PEER} (pid {os.getpid()}) has exited without notice" in what
-    for packet, state, text in (
-        (b"g", "finished", "the end of its program"),
-        (b"s", "left", "jax_intranode.shutdown()"),
-    ):
-        with pair() as (watch, peer):
-            peer.send(packet)
-            assert text in state_of(watch, state)[1]
-            peer.close()
-            time.sleep(0.1)
-            assert text in state_of(watch, state)[1]
-
-
 def test_a_failure_is_told_and_cleaned() -> None:
     with pair() as (watch, peer):
         peer.send(b"fKeyError: \n\x1b[31m\xff" + b"x" * 400)
@@ -250,17 +215,6 @@ def test_a_failure_is_told_and_cleaned() -> None:
         peer.send(b"s")
         time.sleep(0.1)
         assert state_of(watch, "failed", "left", "running") == ("failed", what)
-
-
-def test_a_silent_peer_is_stopped_until_it_is_heard() -> None:
-    with pair(silent_s=0.4) as (watch, peer):
-        _, what = state_of(watch, "silent")
-        assert "has shown no sign of life for 0 s" in what
-        peer.send(b"h")
-        state_of(watch, "running")
-        state_of(watch, "silent")
-        peer.close()
-        state_of(watch, "lost")
 
 
 def test_why_a_process_is_absent(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -26,7 +26,6 @@ QUICK = {
         *("bfloat16-one_shot-rms_norm", "float32-two_shot-layer_norm"),
         "float16-one_shot-layer_norm",
     ),
-    "many_rows": (),
     "long_rows": ("bfloat16-16384-one_shot",),
     "every_world_size": ("3-two_shot", "8-one_shot"),
     "unusual_values": ("bfloat16",),
@@ -178,52 +177,6 @@ def test_only_what_is_differentiated_is_sent() -> None:
         assert text.count("@jax_intranode_psum(") == sums
 
 
-# Arguments.
-
-X, R, W = jnp.ones((2, 8)), jnp.ones((2, 8)), jnp.ones(8)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "options", "error", "message"),
-    [
-        (([1.0], R, W), {}, TypeError, "x is a list; pass an array"),
-        ((X.astype(int), R, W), {}, TypeError, "x has the dtype int32"),
-        ((X, R.astype("bfloat16"), W), {}, TypeError, "x is float32, residual is bfloat16"),
-        ((X, R[:1], W), {}, ValueError, r"residual has the shape \(1, 8\)"),
-        ((X, R, W[:4]), {}, ValueError, r"weight has the shape \(4,\)"),
-        ((X, R, W), {"bias": R}, ValueError, r"bias has the shape \(2, 8\)"),
-        ((X, R, W), {"eps": "small"}, TypeError, "eps is 'small'; pass a number"),
-        ((X, R, W), {"eps": -1.0}, ValueError, "eps is -1.0; it must not be negative"),
-        ((X, R, W), {"eps": float("nan")}, ValueError, "pass a finite number"),
-        ((X[:, :0], R[:, :0], W[:0]), {}, ValueError, "the last of them not empty"),
-        ((X[0, 0], R[0, 0], W), {}, ValueError, "needs 1 dimension"),
-    ],
-)
-def test_wrong_arguments(arguments: Any, options: Any, error: Any, message: str) -> None:
-    x, *others = arguments
-    many = x if isinstance(x, list) else None
-
-    def body(v: Any, *others: Any) -> Any:
-        return rms(v[0] if many is None else many, *others, **options)
-
-    shown = jnp.ones((len(jax.devices()), 1)) if many else jnp.stack([x] * len(jax.devices()))
-    f = sharded(body, line(), (P("x"), P(), P()), P())
-    with pytest.raises(error, match=message):
-        f(shown, *others)
-
-
-@pytest.mark.parametrize(("argument", "name"), [(1, "residual"), (2, "weight")])
-def test_operands_that_vary_are_refused(argument: int, name: str) -> None:
-    def body(*arguments: Any) -> Any:
-        chosen = [arguments[0][0], *arguments[1:]]
-        chosen[argument] = chosen[argument] + chosen[0].sum()
-        return rms(*chosen)
-
-    f = sharded(body, line(), (P("x"), P(), P()), P(), check_vma=True)
-    with pytest.raises(ValueError, match=f"{name} varies over the axes"):
-        jax.jit(f)(jnp.stack([X] * len(jax.devices())), R, W)
-
-
 # Selection.
 
 
@@ -235,21 +188,6 @@ def chosen(rows: int, hidden: int, **facts: Any) -> select.Selection:
             "epoch_buffer_bytes": 24 << 20, **facts,
         }
     )  # fmt: skip
-
-
-@pytest.mark.parametrize("world_size", range(2, 9))
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_every_number_of_rows_is_served_on_gpus(world_size: int, dtype: str) -> None:
-    for rows in (1, 7, 64, 4096, 100_000):
-        for hidden in (1, 13, 8192, 16384):
-            scattered = "psum_scatter_residual_layer_norm"
-            parts = chosen(rows, hidden, world_size=world_size, dtype=dtype, operation=scattered)
-            assert parts.algorithm == "reduce_scatter_layer_norm"
-            selected = chosen(rows, hidden, world_size=world_size, dtype=dtype)
-            assert selected.algorithm in ("one_shot_rms_norm", "two_shot_rms_norm")
-            packs = -(-hidden * (4 if dtype == "float32" else 2) // 16)
-            most = definitions.MAX_HIDDEN * (4 if dtype == "float32" else 2) // 16 // 512
-            assert packs <= selected.threads * most and 1 <= selected.blocks <= 256
 
 
 def test_selection() -> None:

@@ -10,7 +10,7 @@ from tiers import quick
 
 from jax_intranode._src.native import definitions
 from jax_intranode._src.operations import RECORDS
-from jax_intranode._src.selection import config, generations, select, table
+from jax_intranode._src.selection import config, select, table
 
 pytestmark = pytest.mark.one_version
 
@@ -130,20 +130,6 @@ def test_the_limit_that_a_reason_names_is_the_limit() -> None:
             assert choose(setup, world, limit + element, dtype, operation).algorithm == "lax"
 
 
-@pytest.mark.parametrize("algorithm", RECORDS["psum"].in_order)
-@pytest.mark.parametrize("setup", SETUPS, ids="-".join)
-def test_forced_algorithm_runs_wherever_it_fits(setup: tuple[str, str], algorithm: str) -> None:
-    most = epoch_buffer_bytes(setup[0])
-    for world, dtype in itertools.product(WORLDS, KINDS):
-        for nbytes in sizes(dtype):
-            chosen = choose(setup, world, nbytes, dtype, algorithm=algorithm)
-            whole = needed(algorithm, nbytes, dtype, world) <= most
-            assert chosen.algorithm == algorithm, (world, dtype, nbytes)
-            assert whole or chosen.segments > 1
-            assert "JAX_INTRANODE_ALGORITHM" in chosen.reason
-            assert chosen.blocks >= 1 and chosen.threads >= 1
-
-
 def test_a_buffer_that_is_a_byte_too_small() -> None:
     def chosen(epoch_buffer_bytes: int, dtype: str, **more: object) -> select.Selection:
         return choose(
@@ -202,29 +188,6 @@ def test_segments_fit_and_are_no_more_than_needed(setup: tuple[str, str], operat
             assert 1 <= chosen.blocks <= 256 and (chosen.blocks - 1) * chosen.threads <= work, (
                 context
             )
-
-
-def test_a_row_says_how_large_its_segments_are(monkeypatch: pytest.MonkeyPatch) -> None:
-    setup = ("hopper", "multi")
-    last = table.Row(1 << 30, "two_shot", 512, 256, segment_bytes=4 << 20)
-    rows = (*table.TABLE[*setup, "psum", "bare", 2][:-1], last)
-    monkeypatch.setattr(table, "TABLE", {**table.TABLE, (*setup, "psum", "bare", 2): rows})
-
-    def segments(nbytes: int, **more: object) -> int:
-        chosen = choose(setup, 2, nbytes, "bfloat16", **more)
-        assert chosen.algorithm == "two_shot" and "measured on Hopper GPUs" in chosen.reason
-        return chosen.segments
-
-    assert [segments(n << 20) for n in (12, 16, 64, 256)] == [1, 1, 16, 64]
-    assert segments(64 << 20, epoch_buffer_bytes=1 << 20) == 64  # one slot each for both hops
-    assert choose(setup, 2, 2 << 30, "bfloat16").algorithm == "lax"
-    assert choose(setup, 2, 2 << 30, "bfloat16", segment_bytes=8 << 20).segments == 256
-    # A small slab: what the table has in one epoch falls back, or is cut.
-    small = {"epoch_buffer_bytes": 1 << 20}
-    assert choose(setup, 2, 4 << 20, "bfloat16", **small).algorithm == "lax"
-    cut = choose(setup, 2, 4 << 20, "bfloat16", segment_bytes=8 << 20, **small)
-    assert (cut.algorithm, cut.segments) == ("one_shot", 8)
-    assert "JAX_INTRANODE_SEGMENT_KIB" in cut.reason
 
 
 def test_no_segments_on_a_hybrid_cube_mesh() -> None:
@@ -296,28 +259,3 @@ def test_digest_changes_with_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(table, "TABLE", changed)
         digests.add(select.digest())
     assert len(digests) == 1 + len(other)
-
-
-@pytest.mark.parametrize(
-    ("platform", "kind", "hardware"),
-    [
-        ("cpu", "cpu", "cpu"),
-        ("gpu", "NVIDIA H200", "hopper"),
-        ("gpu", "NVIDIA H100 80GB HBM3", "hopper"),
-        ("gpu", "NVIDIA GH200 480GB", "hopper"),
-        ("gpu", "NVIDIA A100-SXM4-80GB", "ampere"),
-        ("gpu", "NVIDIA B200", "blackwell"),
-        ("gpu", "NVIDIA GeForce RTX 4090", "gpu"),
-    ],
-)
-def test_hardware_is_found_by_its_name(platform: str, kind: str, hardware: str) -> None:
-    assert generations.hardware_of(platform, kind) == hardware
-
-
-def test_group_larger_than_any_measured_falls_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As after a change of kMaxRanks alone."""
-    monkeypatch.setattr(definitions, "MAX_WORLD_SIZE", 16)
-    for setup, operation in itertools.product(SETUPS, OPERATIONS):
-        for algorithm in ("auto", "one_shot"):
-            chosen = choose(setup, 16, 512, "float32", operation, algorithm=algorithm)
-            assert chosen.algorithm == "lax" and "16 ranks" in chosen.reason

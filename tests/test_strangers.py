@@ -20,7 +20,6 @@ from jax_intranode._src.command_line.launcher.runs import (
     SINGLE_PROCESS,
     Devices,
     run_function,
-    run_ranks,
 )
 from jax_intranode._src.command_line.launcher.service import coordination_service
 from jax_intranode._src.native import extension
@@ -267,28 +266,6 @@ def of_stranger(file: Path) -> None:
     made.rename(file)
 
 
-@pytest.fixture
-def foreign_segments() -> Iterator[list[Path]]:
-    files = [Path(f"/dev/shm/jax_intranode.{os.getpid()}.{i}") for i in range(20_000)]
-    try:
-        of_stranger(files[0])
-        for file in files[1:]:
-            os.link(files[0], file)
-        yield files
-    finally:
-        for file in files:
-            file.unlink(missing_ok=True)
-
-
-def test_many_segments_of_others_stay(foreign_segments: list[Path]) -> None:
-    module = extension.module("cpu")
-    for _ in range(3):
-        segment = module.allocate(0, 1 << 20, True)
-        segment.unlink()
-    present = {entry.name for entry in os.scandir("/dev/shm")}
-    assert present >= {file.name for file in foreign_segments}
-
-
 def test_launch_says_whose_log_is_in_the_way(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -394,14 +371,6 @@ if os.environ["JAX_INTRANODE_RANK"] == "0":
 
 
 _REFUSED = "connect refused, list refused, move refused, take refused, unlink refused"
-
-
-def test_commands_refuse_strangers(tmp_path: Path) -> None:
-    script = tmp_path / "rank.py"
-    script.write_text(_RANK)
-    command = [sys.executable, str(script), str(tmp_path)]
-    run_ranks([command], timeout_s=120, log_dir=tmp_path, joined=True)
-    assert (tmp_path / "rank0.log").read_text() == f"{_REFUSED}\n"
 
 
 def test_a_launched_job_goes_on_beside_strangers(tmp_path: Path) -> None:

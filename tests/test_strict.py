@@ -1,6 +1,7 @@
 """JAX_INTRANODE_STRICT=1: which fallbacks are errors, and what the errors say."""
 
 import dataclasses
+import re
 from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
@@ -35,7 +36,7 @@ def strict() -> Iterator[None]:
 
 
 def configured(**values: Any) -> Any:
-    changed = dataclasses.replace(config.get(), strict=True, **values)
+    changed = dataclasses.replace(config.get(), **{"strict": True, **values})
     return mock.patch.object(config, "get", lambda: changed)
 
 
@@ -92,9 +93,15 @@ REFUSED: dict[str, tuple[Callable[[Any], Any], str]] = {
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_fallback_is_an_error(name: str) -> None:
+    """`explain` has the same reason."""
     body, reason = REFUSED[name]
     with pytest.raises(RuntimeError, match=reason):
         lower(body)
+    with configured(strict=False):
+        calls = jax_intranode.explain(over_x(body))(X)
+    assert any(
+        c.algorithm == "lax" and re.search(reason.split(" at .*: ")[-1], c.reason) for c in calls
+    )
 
 
 def test_error_says_what_where_why_and_what_to_do() -> None:
@@ -131,6 +138,9 @@ def test_partly_manual_mesh(name: str) -> None:
         f.lower(argument)
     with configured(disable=True):
         f.lower(argument)
+    with configured(strict=False):
+        (call,) = jax_intranode.explain(f)(argument)
+    assert call.reason.endswith("a partly manual mesh: shard_map has not bound 'auto'")
 
 
 @pytest.mark.parametrize("name", OPERATIONS)
@@ -158,11 +168,6 @@ def test_gradient_that_falls_back() -> None:
     line_of_call = rf"psum_scatter at {__file__}:{body.__code__.co_firstlineno + 1} \(body\)"
     with pytest.raises(RuntimeError, match=line_of_call):
         jax.jit(jax.grad(lambda v: f(v).sum())).lower(jnp.ones((N, 4)))
-
-
-def test_errors_of_lax_come_first() -> None:
-    with pytest.raises(NameError, match="unbound axis name: nowhere"):
-        lower(lambda v: jax_intranode.psum(v, "nowhere"))
 
 
 ALLOWED: dict[str, Callable[[Any], Any]] = {

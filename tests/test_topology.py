@@ -85,18 +85,6 @@ def test_kind(name: str) -> None:
         random.Random(seed).shuffle(reports)
 
 
-@pytest.mark.parametrize(("name", "row"), [("switch", "X NV18 NV18 NV18"), ("ring", "X NV1 NV1 -")])
-def test_text(name: str, row: str) -> None:
-    kind, shuffled = KINDS[name]
-    reports = sorted(shuffled, key=lambda report: report.bus_id)
-    links = topo.link_matrix(reports)
-    lines = str(topo.Topology(kind, tuple(reports), links, forced=False)).splitlines()
-    assert lines[0] == f"{kind.value}, 8 GPU(s)"
-    assert lines[1].split() == [f"GPU{i}" for i in range(8)]
-    cells = lines[2].split()
-    assert " ".join(cells[:5]) == f"GPU0 {row}" and cells[9:] == [bus_id(0), "Test", "GPU"]
-
-
 class FakeNvml(types.ModuleType):
     """A stand-in for the module `pynvml`. A device handle is the index of its GPU."""
 
@@ -174,7 +162,6 @@ class FakeNvml(types.ModuleType):
 
 
 SWITCH_LINK = (1, 2, "FFFFFFFF:FF:FF.0")  # as an H200 in a virtual machine answers
-INACTIVE_LINK = (0, 2, "FFFFFFFF:FF:FF.0")
 
 
 def direct_links(size: int, direct: Mapping[tuple[int, int], int]) -> list[list[tuple]]:
@@ -211,11 +198,6 @@ def test_nvml_with_switches(monkeypatch: pytest.MonkeyPatch) -> None:
     assert nvml.users == 0
 
 
-def test_nvml_counts_active_links_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    install(monkeypatch, FakeNvml([[SWITCH_LINK, INACTIVE_LINK, SWITCH_LINK], [SWITCH_LINK]]))
-    assert [gpu.switch_links for gpu in topo.read_links()] == [2, 1]
-
-
 @pytest.mark.parametrize("knows_remote_type", [True, False])
 def test_nvml_with_direct_links(monkeypatch: pytest.MonkeyPatch, knows_remote_type: bool) -> None:
     nvml = FakeNvml(direct_links(8, DGX1))
@@ -227,13 +209,6 @@ def test_nvml_with_direct_links(monkeypatch: pytest.MonkeyPatch, knows_remote_ty
         LinkReport(report.bus_id, report.uuid, report.name, 0, report.peer_links)
         for report in make_reports(8, DGX1)
     )
-
-
-def test_an_old_driver_never_finds_a_switch_by_its_address(monkeypatch: pytest.MonkeyPatch) -> None:
-    nvml = FakeNvml([[SWITCH_LINK] * 6] * 2)
-    nvml.knows_remote_type = False
-    install(monkeypatch, nvml)
-    assert topo.topology().kind is TopologyKind.UNKNOWN
 
 
 def test_read_links_keeps_the_order_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,10 +13,8 @@ import jax.numpy as jnp
 import pytest
 from devices import need_devices
 from jax.sharding import PartitionSpec as P
-from processes import python
 
 import jax_intranode
-from jax_intranode import __main__ as command_line
 from jax_intranode._src.native import definitions
 from jax_intranode._src.selection import select, table, tuning
 from jax_intranode._src.selection.overlap.profiles import H200, Profile
@@ -164,15 +162,6 @@ def test_a_file_that_cannot_be_used_is_refused(
     assert len(str(error.value)) < 1000 and str(error.value).isprintable()
 
 
-def test_the_import_refuses_a_damaged_file(file: Path) -> None:
-    file.write_text(file.read_text()[:-20])
-    code, variables = "import jax_intranode", {"JAX_INTRANODE_TUNING": str(file)}
-    outcome = python("-P", "-c", code, cwd=file.parent, **variables)
-    assert outcome.returncode == 1
-    last = outcome.stdout.splitlines()[-1]
-    assert last.startswith(f"ValueError: JAX_INTRANODE_TUNING={str(file)!r}: it is not JSON")
-
-
 # Selection.
 
 
@@ -259,32 +248,3 @@ def test_a_program_obeys_the_tuning_and_its_results_are_right(tmp_path: Path) ->
         f = jax.jit(cases.sharded(lambda v: jax_intranode.psum(v, "x"), mesh, P("x"), P("x")))
         (call,) = jax_intranode.explain(f)(jnp.ones((mesh.size, count)))
         assert call.algorithm == "two_shot" and "JAX_INTRANODE_TUNING" in call.reason
-
-
-# The commands.
-
-
-def test_info_names_the_tuning(
-    file: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("JAX_INTRANODE_TUNING", str(file))
-    assert command_line.main(["info"]) == 0
-    assert f"tuning         {tuning.read(str(file))}" in capsys.readouterr().out
-
-
-def test_doctor_says_whether_the_tuning_is_of_this_node() -> None:
-    from jax_intranode._src.command_line import doctor, info
-
-    def verdict(device: str, gpus: list[str]) -> str:
-        found = {
-            "tuning": {"device": device, "path": "node.json", "text": "a line"},
-            "gpus": [{"name": name} for name in gpus],
-        }
-        (check,) = doctor._tuning(found)
-        return check.verdict
-
-    assert verdict("cpu", []) == info.OK
-    assert verdict("NVIDIA H200", ["NVIDIA H200"] * 2) == info.OK
-    assert verdict("NVIDIA H200", ["NVIDIA H100"]) == info.FAILS
-    assert verdict("NVIDIA H200", []) == info.WARNING
-    assert list(doctor._tuning({"tuning": None, "gpus": []})) == []

@@ -3,10 +3,9 @@
     program_main.py PLATFORM NAME [ARGUMENT...] [lax]
 
 NAME is a function of one of the files programs_*.py: ordinary programs, which must not fail, and
-faulty ones. PLATFORM is "launch" under `launch`, which connects the ranks. A line "RESULT: ..." is
-what a test checks, and the line "END: ..." has the failure that the process ended with. With "lax"
-the program calls jax.lax, to see by hand that an ordinary program is right there; programs that
-call the package itself need the package.
+faulty ones. A line "RESULT: ..." is what a test checks, and the line "END: ..." has the failure
+that the process ended with. With "lax" the program calls jax.lax, to see by hand that an ordinary
+program is right there; programs that call the package itself need the package.
 """
 
 import atexit
@@ -32,7 +31,6 @@ import signal  # noqa: E402
 import programs_that_end  # noqa: E402
 import programs_that_go_on  # noqa: E402
 import programs_with_faults  # noqa: E402
-from program_parts import Shown  # noqa: E402
 
 import jax_intranode  # noqa: E402
 from jax_intranode._src.command_line.launcher.rank import connect  # noqa: E402
@@ -43,8 +41,7 @@ def main() -> None:
     logging.basicConfig()
     # Programs that a shell starts in the background ignore SIGINT.
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    if platform != "launch":
-        connect(platform)
+    connect(platform)
     sys.excepthook = sys.__excepthook__  # end as programs do that nobody prepared
     programs = {}
     for module in (programs_that_end, programs_that_go_on, programs_with_faults):
@@ -53,10 +50,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except Shown as error:
-        # As programs do that offer a debugger, and go on.
-        sys.last_exc = sys.last_value = error
-        sys.last_traceback = error.__traceback__
-        sys.exit(0)
+    main()

@@ -25,10 +25,6 @@ ROWS = P("x")
 COLUMNS = 4096
 
 
-class Shown(Exception):
-    """The main module stores it as ``sys.last_exc``, and goes on."""
-
-
 def say(text: object, label: str = "RESULT") -> None:
     # Text and newline in one write, because threads that log write to the same file.
     print(f"{label}: {' '.join(str(text).split())}\n", end="", flush=True)

@@ -5,7 +5,6 @@ import contextlib
 import os
 import resource
 import signal
-import socket
 import sys
 import threading
 import time
@@ -16,10 +15,7 @@ import jax.extend.backend
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
-from jax.sharding import Mesh
-from jax.sharding import PartitionSpec as P
 from program_parts import (
-    CALLS_LAX,
     COLUMNS,
     LATER_S,
     OPERATIONS,
@@ -35,10 +31,7 @@ from program_parts import (
     total,
 )
 
-import jax_intranode
-from jax_intranode._src.command_line.launcher.rank import connect
 from jax_intranode._src.health import peers
-from jax_intranode._src.selection import config
 
 
 def last_step_unread() -> None:
@@ -109,36 +102,18 @@ def computes_in_the_last_step() -> None:
         say(read(last))
 
 
-def ends_while_it_computes(how: str) -> None:
+def ends_while_it_computes_in_a_thread() -> None:
     """For longer than a peer waits for a process that has finished. It drops the result.
 
-    "in_a_thread": XLA:CPU orders what one thread dispatches. "with_a_mesh": programs of other
-    devices are refused. The others end a part of JAX themselves.
+    XLA:CPU orders what one thread dispatches.
     """
-    if how == "shuts_down":
-        atexit.register(jax.distributed.shutdown)
     results = []
-    if how == "in_a_thread":
-        thread = threading.Thread(target=lambda: results.append(last_step(6.0)))
-        thread.start()
-        thread.join()
-    else:
-        results.append(last_step(6.0))
+    thread = threading.Thread(target=lambda: results.append(last_step(6.0)))
+    thread.start()
+    thread.join()
     if rank() == 0:
         say(read(results[0]))
     results.clear()
-    if how == "with_a_mesh":
-        jax.set_mesh(line())
-    if how == "clears_backends":
-        jax.extend.backend.clear_backends()
-
-
-def exits_with_a_code_while_it_computes() -> None:
-    result = last_step(3.0)
-    if rank() == 0:
-        say(read(result))
-    del result
-    sys.exit(3)
 
 
 def other_threads_never_rest() -> None:
@@ -146,14 +121,6 @@ def other_threads_never_rest() -> None:
     begin()
     peers._cpu_s_of_other_threads = time.monotonic
     time.sleep(rank())
-
-
-def ends_at_different_times() -> None:
-    """Further apart than the time limit of operations."""
-    begin()
-    say(read(total(2)))
-    time.sleep([2, 7, 0][rank()])
-    say(read(jax.jit(jnp.sum)(jnp.ones(4))))  # work of its own
 
 
 def ends_long_before_its_peer() -> None:
@@ -170,44 +137,6 @@ def ends_long_before_its_peer() -> None:
         with contextlib.suppress(OSError):
             while True:
                 os.open(os.devnull, os.O_RDONLY)
-
-
-def half_of_the_ranks_end() -> None:
-    """Ranks 2 and 3 end, and the group of ranks 0 and 1 goes on."""
-    devices = np.array(jax.devices()).reshape(2, 2)
-    mesh = Mesh(devices, ("data", "x"))
-    spec = P(("data", "x"))
-    program = on(mesh, lambda v: OPERATIONS.psum(v, "x"), spec=spec)
-    say(read(program(parts(mesh, spec=spec))))
-    if rank() > 1:
-        return
-    for scale in (2, 3):
-        time.sleep(LATER_S / 2)
-        pair = Mesh(devices[0], ("x",))
-        say(read(summing(pair)(parts(pair, scale))))
-
-
-def ends_before_its_peer_lowers() -> None:
-    """Rank 0 compiles one more program over all devices, for its costs, and runs it nowhere."""
-    begin()
-    if rank() == 0:
-        time.sleep(LATER_S)
-        mesh = line()
-        lowered = on(mesh, lambda v: OPERATIONS.psum(v * 2, "x")).lower(parts(mesh))
-        say(lowered.compile() is not None)
-
-
-def collective_in_exit_handlers() -> None:
-    """One handler is registered before the first collective, and one after it."""
-
-    def at_exit(scale: float, wait_s: float) -> None:
-        if rank() == 1:
-            time.sleep(wait_s)
-        say(read(total(scale)))
-
-    atexit.register(at_exit, 3, LATER_S)
-    begin()
-    atexit.register(at_exit, 2, 0)
 
 
 def shuts_down_in_an_exit_handler() -> None:
@@ -269,31 +198,6 @@ def leaves_after_shutdown() -> None:
     time.sleep(LATER_S)
 
 
-def thread_after_the_end() -> None:
-    """A thread that is no daemon calls collectives when the main thread has come to its end."""
-
-    def work() -> None:
-        threading.main_thread().join()
-        for scale in (2, 3):
-            if rank() == 1:
-                time.sleep(LATER_S / 2)
-            say(read(total(scale)))
-
-    begin()
-    threading.Thread(target=work).start()
-
-
-def distributed_shutdown_at_the_end() -> None:
-    begin()
-    if rank() == 0:
-        time.sleep(LATER_S)
-    result = total(2)
-    if rank() == 0:
-        say(read(result))
-    jax.distributed.shutdown()
-    say(read(jax.jit(jnp.sum)(jnp.ones(4))))
-
-
 def distributed_shutdown_in_the_middle() -> None:
     """Programs that are compiled go on without JAX's service. Rank 0 waits for rank 1's end.
 
@@ -318,28 +222,6 @@ def _runs(pid: int) -> bool:
     with contextlib.suppress(OSError):
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     return False
-
-
-def distributed_again() -> None:
-    begin()
-    # Another port: on the same one rank 1 could still reach the service that rank 0 will end.
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = multihost_utils.broadcast_one_to_all(np.int32(free.getsockname()[1]))
-    if not CALLS_LAX:
-        jax_intranode.shutdown()
-    jax.distributed.shutdown()
-    summing.cache_clear()
-    jax.clear_caches()
-    jax.extend.backend.clear_backends()
-    os.environ[config.COORDINATOR] = f"127.0.0.1:{port}"
-    connect(jax.config.jax_platforms)
-    begin()
-    if rank() == 0:
-        time.sleep(LATER_S)
-    result = total(2)
-    if rank() == 0:
-        say(read(result))
 
 
 def calls_after_its_end() -> None:

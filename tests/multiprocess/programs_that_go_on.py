@@ -1,20 +1,14 @@
 """Ordinary programs of several processes: speed, signals, forks, exceptions. None may fail."""
 
-import code
-import concurrent.futures
 import contextlib
-import math
 import multiprocessing
 import os
 import signal
-import subprocess
 import sys
-import tempfile
 import threading
 import time
 import warnings
 from collections.abc import Iterator
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -23,7 +17,6 @@ from jax.sharding import Mesh
 from program_parts import (
     LATER_S,
     OPERATIONS,
-    Shown,
     begin,
     in_background,
     line,
@@ -78,31 +71,6 @@ def another_name_on_one_rank() -> None:
     say(read(on(mesh, body)(parts(mesh))))
 
 
-def compiles_in_a_thread() -> None:
-    """Rank 0 compiles programs of its own, while all compile one with many equal sums."""
-    begin()
-    mesh, ended = line(), threading.Event()
-
-    def compile_others() -> None:
-        for n in range(1000):
-            if ended.is_set():
-                return
-            jax.jit(lambda v, n=n: jnp.sin(v + n)).lower(1.0).compile()
-
-    other = threading.Thread(target=compile_others)
-    if rank() == 0:
-        other.start()
-    for scale in (2,):
-
-        def means(v: jax.Array, scale: int = scale) -> jax.Array:
-            for _ in range(100):
-                v = OPERATIONS.pmean(v, "x")
-            return v * scale
-
-        say(read(on(mesh, means)(parts(mesh))))
-    ended.set()
-
-
 def shutdown_twice() -> None:
     begin()
     for _ in range(1 + rank()):
@@ -111,21 +79,6 @@ def shutdown_twice() -> None:
     jax_intranode.initialize(line())
     begin()
     say(read(total(2)))
-
-
-def one_rank_is_stopped() -> None:
-    """Each rank in turn, while the other one waits."""
-    begin()
-    others = pids()
-    for stopped in range(2):
-        if rank() == stopped:
-            time.sleep(2)
-            say(read(total(2 + stopped)))
-        else:
-            result = total(2 + stopped)
-            pid = others[stopped]
-            in_background(f"kill -STOP {pid}", "sleep 4", f"kill -CONT {pid}").wait()
-            say(read(result))
 
 
 def all_ranks_are_stopped(seconds: str = "8", later: str = "0.3") -> None:
@@ -184,53 +137,6 @@ def forked_workers() -> None:
         say(read(result))
 
 
-def forks_beside_a_thread() -> None:
-    """As data loaders do. JAX warns of each fork: it prints, and another thread runs meanwhile."""
-    begin()
-    warnings.simplefilter("always")
-    over = threading.Event()
-
-    def ask() -> None:
-        while not over.is_set():
-            assert jax_intranode.last_failure() is None
-            time.sleep(0.001)
-
-    thread = threading.Thread(target=ask, daemon=True)
-    thread.start()
-    for _ in range(60 if rank() == 0 else 0):
-        child = os.fork()
-        if child == 0:
-            os._exit(0)
-        os.waitpid(child, 0)
-    over.set()
-    thread.join()
-    say(read(total(2)))
-
-
-def spawned_workers() -> None:
-    """A worker imports this file, and with it the package; another child is an own program."""
-    begin()
-    context = multiprocessing.get_context("spawn")
-    with concurrent.futures.ProcessPoolExecutor(1, mp_context=context) as pool:
-        result = total(2)
-        say(pool.submit(math.sqrt, 16).result())
-    subprocess.run([sys.executable, "-P", "-c", "import jax_intranode"], check=True)
-    say(read(result))
-
-
-def checkpoints_at_sigterm() -> None:
-    """Rank 0 gets the signal, and all ranks agree to end."""
-    told: list[int] = []
-    signal.signal(signal.SIGTERM, lambda number, frame: told.append(number))
-    begin()
-    if rank() == 0:
-        in_background("sleep 1", f"kill -TERM {os.getpid()}")
-    while read(total(len(told) if rank() == 0 else 0)) == 0:
-        time.sleep(0.05)
-    time.sleep(LATER_S * rank())
-    say(read(total(2)))
-
-
 def interrupted_in_a_wait() -> None:
     """Ctrl-C, as the terminal sends it to all: caught, and the program goes on."""
     begin()
@@ -263,55 +169,6 @@ def ends_before_its_peer(wait_s: float = LATER_S) -> None:
         say(jax_intranode.last_failure())
 
 
-def console_that_showed_an_exception() -> None:
-    begin()
-    if rank() == 1:
-        for name in ("<console>", "<string>"):
-            console = code.InteractiveConsole(filename=name)
-            console.push("1 / 0")
-            console.push("done = 7")
-        say(console.locals["done"])
-        raise Shown
-    ends_before_its_peer()
-
-
-TESTS = """
-import jax, jax.numpy, numpy, pytest
-from jax.sharding import PartitionSpec as P
-import jax_intranode
-
-@pytest.fixture(scope="session")
-def mesh():
-    return jax.sharding.Mesh(numpy.array(jax.devices()), ("x",))
-
-@pytest.fixture(params=[1.0, 2.0])
-def total(mesh, request):
-    x = jax.make_array_from_callback(
-        (mesh.size,), jax.NamedSharding(mesh, P("x")),
-        lambda index: numpy.full(1, request.param, numpy.float32))
-    add = jax.shard_map(
-        lambda v: jax_intranode.psum(v, "x"), mesh=mesh, in_specs=P("x"), out_specs=P())
-    return jax.jit(add)(x).addressable_data(0)[0] / request.param
-
-def test_total(mesh, total):
-    assert total == mesh.size
-
-@pytest.mark.xfail(raises=ZeroDivisionError, strict=True)
-def test_that_is_known_to_fail(mesh):
-    1 / 0
-"""
-
-
-def pytest_in_a_rank() -> None:
-    import pytest
-
-    begin()
-    with tempfile.TemporaryDirectory() as directory:
-        file = Path(directory) / "test_in_a_rank.py"
-        file.write_text(TESTS)
-        say(int(pytest.main(["-q", "-p", "no:cacheprovider", "-p", "no:benchmark", str(file)])))
-
-
 def catches_exceptions() -> None:
     """Of a callback, of a wrong program, of threads; then rank 1 works without collectives."""
 
@@ -339,39 +196,10 @@ def catches_exceptions() -> None:
         say(read(jax.jit(jnp.sum)(jnp.ones(4))))
 
 
-def exit_handler_of_jax_fails() -> None:
-    """As on a GPU after a callback's error: JAX's exit handler raises it and does no more."""
-
-    def fail() -> None:
-        raise ValueError("the callback's own error")
-
-    begin()
-    if rank() == 1:
-        vars(sys.modules["jax._src.api"])["effects_barrier"] = fail
-    ends_before_its_peer()
-
-
 def plain() -> None:
     begin()
     say(read(total(2)))
     jax_intranode.shutdown()
-
-
-def resumes(checkpoint: str) -> None:
-    """Under `launch --restarts`: the first time rank 1 fails after a step, next time both end."""
-    begin()
-    file = Path(checkpoint)
-    step = float(file.read_text()) if file.exists() else 0
-    say(f"from {step}")
-    result = total(step + 1)
-    if step == 0:
-        assert read(result) == 3
-        if rank() == 1:
-            file.write_text("1")
-            raise ValueError("the first time")
-        time.sleep(60)  # until `launch` ends it
-    if rank() == 0:
-        say(read(result))
 
 
 def all_that_go_on() -> None:
@@ -380,11 +208,8 @@ def all_that_go_on() -> None:
         compiles_for_long,
         evaluates_on_rank_0,
         another_name_on_one_rank,
-        compiles_in_a_thread,
         interrupted_in_a_wait,
         shutdown_twice,
-        forks_beside_a_thread,
-        pytest_in_a_rank,
         catches_exceptions,
         forked_workers,
     ):

@@ -1,6 +1,5 @@
 """Faulty programs of several processes. Rank 0 says what it is told."""
 
-import atexit
 import contextlib
 import logging
 import os
@@ -24,7 +23,6 @@ from program_parts import (
     rank,
     read,
     say,
-    summing,
     total,
 )
 
@@ -112,48 +110,6 @@ def raises_and_ends_slowly() -> None:
     end_of_rank_0()
 
 
-def raises_and_shuts_down() -> None:
-    """An exit handler of rank 1 waits for rank 0 in JAX's barrier."""
-    begin()
-    if rank() == 1:
-        atexit.register(jax.distributed.shutdown)
-        time.sleep(1)
-        raise ValueError("\nloss is NaN\n")
-    attempt(lambda: read(total(2)))
-    end_of_rank_0()
-
-
-def raises_in_a_signal_handler() -> None:
-    def handle(number: int, frame: object) -> None:
-        raise TimeoutError("the job's time is over")
-
-    begin()
-    if rank() == 1:
-        signal.signal(signal.SIGALRM, handle)
-        signal.alarm(1)
-        time.sleep(60)
-    attempt(lambda: read(total(2)))
-    end_of_rank_0()
-
-
-def is_needed_by_a_thread() -> None:
-    """A daemon thread of rank 1 goes on when JAX has cleared its caches, and lowers again."""
-    begin()
-    program, x = summing(line()), parts(line())
-
-    def calls() -> None:
-        while True:
-            read(program(x))
-            time.sleep(0.1)
-
-    if rank() == 1:
-        threading.Thread(target=calls, daemon=True).start()
-        time.sleep(1)
-        return
-    attempt(calls)
-    end_of_rank_0()
-
-
 def listen(*names: str) -> None:
     """Ends the process when it is told of all names in one message: a warning or a failure."""
     started = time.monotonic()
@@ -197,27 +153,13 @@ def waits_in_another_group() -> None:
     wait_in(total(2) if rank() == 0 else summing_there(parts(swapped)))
 
 
-def three_wait_in_a_circle() -> None:
-    """Rank r waits for rank r + 1, in a group of these two."""
-    begin()
-    meshes = [Mesh(np.array(jax.devices())[[r, (r + 1) % 3]], ("x",)) for r in range(3)]
-    for number, mesh in enumerate(meshes):
-        if rank() in (number, (number + 1) % 3):
-            result = on(mesh, lambda v: OPERATIONS.psum(v * 2, "x"))(parts(mesh))
-            assert read(result) == 6
-    listen(f"(device {jax.local_devices()[0].id}) waits", "They wait in a circle")
-    mesh = meshes[rank()]
-    wait_in(on(mesh, lambda v: OPERATIONS.psum(v * 2, "x"))(parts(mesh)))
-
-
-def is_needed_in_the_last_barrier() -> None:
-    """Rank 1 ends jax.distributed by hand, which waits for rank 0, which waits for a sum."""
+def is_lost() -> None:
     begin()
     if rank() == 1:
-        jax.distributed.shutdown()
-        return
-    listen("waits for rank 1", "jax.distributed.shutdown()")
-    wait_in(total(2))
+        time.sleep(1)  # rank 0 waits by then
+        os.kill(os.getpid(), signal.SIGKILL)
+    attempt(lambda: read(total(2)))
+    end_of_rank_0()
 
 
 def is_lost_among_three() -> None:

@@ -1,4 +1,4 @@
-"""Failures end with a clear error: lost ranks, processes that differ, missing memory."""
+"""Failures end with a clear error: ranks that differ, bad tables, segments of others."""
 
 import logging
 import os
@@ -8,7 +8,6 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,16 +20,12 @@ import ragged_tables
 from devices import need_overlap, need_ranks
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
-from multiprocess_ranks import run_in_ranks
 from processes import segments_of
 from tiers import full
 
 import jax_intranode
-from jax_intranode._src.command_line.launcher.runs import RankError
-from jax_intranode._src.group import rendezvous as rendezvous_lib
 from jax_intranode._src.jax_private.distributed import key_value_client
 from jax_intranode._src.native import extension
-from jax_intranode._src.selection import config, tuning
 from jax_intranode._src.selection.overlap import choice
 from jax_intranode._src.selection.overlap.plan import Plan
 
@@ -239,55 +234,6 @@ def sends_a_bad_table(table: int, value: int) -> None:
     os._exit(0)
 
 
-def misses_a_rank(missing: int) -> None:
-    """One process comes after the others have given up on it."""
-    mesh = cases.line()
-    others = [r for r in range(mesh.size) if r != missing]
-    if jax.process_index() == missing:
-        come("others", others)
-    started = time.monotonic()
-    jax_intranode.initialize(mesh)
-    say("TOOK", time.monotonic() - started)
-    chosen = cases.selection(mesh, ("x",), (100,), "float32")
-    assert chosen.algorithm == "lax", chosen
-    say("REASON", chosen.reason)
-    if jax.process_index() != missing:
-        come("others", others)
-    falls_back()
-
-
-def falls_back() -> None:
-    """All ranks fall back to lax, give the same reason, and compute the right sums."""
-    mesh = cases.line()
-    jax_intranode.initialize(mesh)
-    for count in (100, 7):
-        chosen = cases.selection(mesh, ("x",), (count,), "float32")
-        assert chosen.algorithm == "lax", chosen
-        say("REASON", chosen.reason)
-    before = extension.handler_calls()
-    check_sum(mesh, 4)
-    assert extension.handler_calls() == before
-    say("SUM", "right")
-
-
-def falls_back_in_turn(environments: dict[str, list[dict[str, str]]]) -> None:
-    """Falls back under one environment after another; each has the variables of each rank."""
-    before, version = dict(os.environ), jax_intranode.__version__
-    for name, variables in environments.items():
-        os.environ.update(variables[jax.process_index()])
-        rendezvous_lib.__version__ = os.environ.get("VERSION", version)
-        config.get.cache_clear()
-        print(f"BEGIN {name}", flush=True)
-        falls_back()
-        print(f"END {name}", flush=True)
-        come(name, list(range(jax.process_count())))
-        jax_intranode.shutdown()
-        jax.clear_caches()
-        for variable in variables[jax.process_index()]:
-            del os.environ[variable]
-        os.environ.update(before)
-
-
 # The tests.
 
 
@@ -397,124 +343,6 @@ def test_bad_table_of_a_ragged_all_to_all(ranks: Any, table: int, value: int, te
         (error,) = lines(log, "ERROR")
         assert re.search(
             f"ragged_all_to_all .*failed: update 0 from rank 1 to rank 0 has {text}", error
-        )
-
-
-@pytest.mark.parametrize("missing", [full(0), 1])
-def test_rank_that_never_comes(ranks: Any, missing: int) -> None:
-    need_ranks(2)
-    logs = ranks(misses_a_rank, 2, env=ENV, arguments=[missing])
-    reasons = [lines(log, "REASON") for log in logs]
-    assert len({*reasons[0], *reasons[1]}) == 1, reasons
-    assert f"process {missing} " in reasons[0][0]
-    (took,) = lines(logs[1 - missing], "TOOK")
-    assert TIMEOUT_S - 0.5 <= float(took) <= TIMEOUT_S + 10 + 15
-    assert all(lines(log, "SUM") == ["right"] for log in logs)
-
-
-def reason_in(logs: list[str]) -> str:
-    """The reason that all ranks give in their logs of `falls_back`."""
-    reasons = {reason for log in logs for reason in lines(log, "REASON")}
-    assert len(reasons) == 1, (reasons, logs)
-    assert all(lines(log, "SUM") == ["right"] for log in logs)
-    (reason,) = reasons
-    # Each process logs it once.
-    for log in logs:
-        if "JAX_INTRANODE_DISABLE" not in reason:
-            assert log.count(f"fall back to jax.lax: {reason}.") == 1, log
-    return reason
-
-
-# The values of two processes whose environments differ.
-DIFFERENT = {
-    "ALGORITHM": ("one_shot", "two_shot"),
-    "SLAB_MIB": ("4", "8"),
-    "RING_MIB": ("4", "8"),
-    "TIMEOUT_S": ("30.0", "40.0"),
-    "TOPOLOGY": ("fully_connected", "hybrid_cube_mesh"),
-}
-
-
-def tuning_of(device: str, file: Path) -> dict[str, str]:
-    """The environment that names a tuning without rows, made for a kind of device."""
-    platform = jax.devices()[0].platform
-    fields = {
-        "platform": platform,
-        "device": device,
-        "devices": 2,
-        "versions": {},
-        "date": "2026-11-23",
-    }
-    tuning.write(file, {**fields, "tables": [], "profile": None})
-    return {tuning.VARIABLE: str(file)}
-
-
-def environments(directory: Path) -> dict[str, list[dict[str, str]]]:
-    """Environments of two processes that make them fall back, by a name of each.
-
-    Args:
-        directory: for files that they name.
-    """
-    found = {
-        name: [{f"JAX_INTRANODE_{name}": value} for value in values]
-        for name, values in DIFFERENT.items()
-    }
-    found["version"] = [{"VERSION": "0.1.0"}, {"VERSION": "0.2.0"}]
-    tuned = tuning_of(jax.devices()[0].device_kind, directory / "here.json")
-    found["tuning"] = [{}, tuned]
-    found["tuning of another device"] = [tuning_of("NVIDIA H300", directory / "other.json")] * 2
-    found["disabled"] = [{"JAX_INTRANODE_DISABLE": "1"}] * 2
-    found["disabled in one"] = [{}, {"JAX_INTRANODE_DISABLE": "1"}]
-    found["no kernels"] = [{"JAX_INTRANODE_TOPOLOGY": "hybrid_cube_mesh"}] * 2
-    if jax.devices()[0].platform == "cpu":  # only CPU slabs are in /dev/shm
-        found["large slab"] = [{"JAX_INTRANODE_SLAB_MIB": "10000000"}] * 2
-    return found
-
-
-@pytest.fixture(scope="module")
-def reason_under(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], str]:
-    """Starts two processes once. The result finds why they fell back under an environment."""
-    need_ranks(2)
-    directory = tmp_path_factory.mktemp("environments")
-    log_dir = directory / "logs"
-    failure = ""
-    try:
-        run_in_ranks(falls_back_in_turn, 2, log_dir, arguments=[environments(directory)])
-    except RankError as error:
-        failure = str(error)
-    logs = [(log_dir / f"rank{rank}.log").read_text() for rank in range(2)]
-
-    def reason(name: str) -> str:
-        parts = [re.findall(rf"^BEGIN {name}$(.*?)^END {name}$", log, re.M | re.S) for log in logs]
-        assert all(len(part) == 1 for part in parts), failure
-        return reason_in([part for (part,) in parts])
-
-    return reason
-
-
-# What the reasons have, in patterns.
-REASONS = {
-    "version": "processes 0 and 1 of the mesh have a different version: 0.1.0 and 0.2.0",
-    "tuning": r"have a different JAX_INTRANODE_TUNING \(digest of the file\): none and ",
-    "tuning of another device": "other.json was measured on NVIDIA H300, and these devices are",
-    "disabled": "JAX_INTRANODE_DISABLE=1",
-    "disabled in one": "JAX_INTRANODE_DISABLE=1",
-    "no kernels": "JAX_INTRANODE_TOPOLOGY=hybrid_cube_mesh",
-    "large slab": r"^process \d: .*(/dev/shm.*JAX_INTRANODE_SLAB_MIB|SLAB_MIB.*/dev/shm)",
-}
-
-
-@pytest.mark.parametrize("name", [*DIFFERENT, *REASONS])
-def test_different_environments(reason_under: Callable[[str], str], name: str) -> None:
-    if name == "large slab":
-        need_cpu("only CPU slabs are in /dev/shm")
-    reason = reason_under(name)
-    assert re.search(REASONS.get(name, "processes 0 and 1"), reason), reason
-    if name in DIFFERENT:
-        assert reason == (
-            "processes 0 and 1 of the mesh have a different "
-            f"JAX_INTRANODE_{name}: {' and '.join(DIFFERENT[name])}; "
-            "give them the same version and environment"
         )
 
 

@@ -19,12 +19,13 @@ from tiers import full
 # On machines that run other tests at the same time.
 SLACK = 6
 PLATFORM = jax.devices()[0].platform
-# Each kind of end, and a rank that is only late for ever.
+# Each kind of end, and ranks that are late for ever, also for the rendezvous.
 QUICK = (
     "psum:inside:kill:1of2",
     "psum:second_run:exception:1of2",
     "psum:idle:exit:1of2",
     "psum:first_run:away:0of2",
+    "psum:meeting:away:1of2",
 )
 # The same in the pipeline and in the fused kernel.
 ON_GPUS = (
@@ -71,10 +72,6 @@ def test_fault(text: str, jobs: Mapping[str, Future[job.Seen]]) -> None:
 
 
 # The matrix.
-
-
-def test_a_sample_ends_with_the_matrix() -> None:
-    assert set(matrix.sample([2], 10**6, seed=0)) == set(matrix.cases([2]))
 
 
 def test_names_of_cases() -> None:
@@ -177,14 +174,3 @@ def test_verdict_of_xla_on_gpus() -> None:
     assert "was found after 1.20 s" in " ".join(problems(process, platform="gpu"))
     process.events[3:] = [error(8.2, found=2.9)]
     assert "came after 6.20 s; the limit is 6.10 s" in " ".join(problems(process, platform="gpu"))
-
-
-def test_verdict_of_a_victim_that_goes_on() -> None:
-    assert "never came to its fault" in problems(survivor(), Process([], 0, 1.0))[-1]
-    assert "exit code is 0, not -9" in " ".join(
-        problems(survivor(), Process([event("fault", 2.0)], 0, 2.0))
-    )
-
-
-def test_verdict_of_what_is_left() -> None:
-    assert problems(survivor(), left=["segment s"]) == ["left behind: segment s"]

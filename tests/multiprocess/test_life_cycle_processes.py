@@ -3,16 +3,13 @@
 import os
 import re
 import signal
-import threading
 from collections.abc import Callable
-from pathlib import Path
 
 import jax
 import multiprocess_ranks
 import pytest
 from cases_of_set_up import check_sum, set_up_often
 from devices import need_ranks
-from multiprocess_ranks import run_in_ranks
 from processes import free_port, segments_of
 from tiers import full
 
@@ -48,12 +45,6 @@ def sums_of_some_and_of_all() -> None:
     sums()
 
 
-def many_sums(times: int) -> None:
-    for seed in range(times):
-        check_sum(seed)
-    print("DONE", flush=True)
-
-
 # The tests.
 
 
@@ -68,30 +59,6 @@ def test_processes_with_other_communicators_before_meet(ranks: Callable[..., lis
     need_ranks(3)
     logs = ranks(sums_of_some_and_of_all, 3, env={"JAX_INTRANODE_TIMEOUT_S": "20"})
     assert all("DONE" in log for log in logs)
-
-
-@pytest.mark.full
-def test_two_jobs_at_once(tmp_path: Path) -> None:
-    """Jobs of one user on one node have nothing in common, and their ends do not matter."""
-    need_ranks(4)
-    failed: list[Exception] = []
-
-    def job(number: int, function: Callable[..., None], arguments: list[int]) -> None:
-        try:
-            log_dir = tmp_path / str(number)
-            assert all(
-                "DONE" in log for log in run_in_ranks(function, 2, log_dir, arguments=arguments)
-            )
-        except Exception as error:
-            failed.append(error)
-
-    jobs = [(0, set_up_often, [30]), (1, many_sums, [40]), (2, many_sums, [10])]
-    threads = [threading.Thread(target=job, args=arguments) for arguments in jobs]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert failed == []
 
 
 @pytest.mark.parametrize("rank", [0, full(1)])

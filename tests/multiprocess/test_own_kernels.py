@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -23,9 +22,6 @@ from jax.sharding import PartitionSpec as P
 from tiers import full
 
 import jax_intranode as jin
-from jax_intranode._src.group import peer_buffer
-from jax_intranode._src.native import extension
-from jax_intranode._src.selection import config
 
 pytestmark = pytest.mark.one_version
 
@@ -114,50 +110,6 @@ def test_shifts(n: int, registered: None, no_buffers: None) -> None:
             assert y.tobytes() == rolled(x, by, scale, offset).astype(np.float32).tobytes()
 
 
-def test_independent_calls(registered: None, no_buffers: None) -> None:
-    """XLA starts them in another order on each device; the library's own calls run among them."""
-    need_devices(4)
-    mesh = mesh_of(4)
-    shift = example().make(mesh, "i", MOST)
-
-    @partial(sharded, mesh)
-    def f(v: Any) -> Any:
-        v = delay(v, 1)
-        shifted = [shift(v * k, k) for k in range(12)]
-        return sum(shifted) + sum(jin.psum(v + k, "i") for k in range(4))
-
-    x = np.random.default_rng(0).integers(-9, 9, (4, 50)).astype(np.float32)
-    wanted = sum(rolled(x * k, k) for k in range(12)) + sum((x + k).sum(0) for k in range(4))
-    for _ in range(5):
-        np.testing.assert_array_equal(f(x), wanted)
-
-
-@pytest.mark.parametrize("check_vma", [True, full(False)])
-def test_gradients(check_vma: bool, registered: None, no_buffers: None) -> None:
-    need_devices(4)
-    mesh = mesh_of(4)
-    shift = example().make(mesh, "i", MOST)
-    x, w = np.random.default_rng(1).integers(-9, 9, (2, 4, 30)).astype(np.float32)
-
-    def loss(form: str, v: Any, u: Any) -> Any:
-        call = {"plain": shift, "remat": jax.checkpoint(shift, static_argnums=(1, 2, 3))}
-        if form in call:
-            y = call[form](v, 1, 2.0, 3.0)
-        elif form == "scan":
-            y = jax.lax.scan(lambda c, _: (shift(c, 1, 1.0, 0.0), None), v, length=3)[0]
-        else:
-            y = jax.vmap(lambda r: shift(r, 1, 2.0, 3.0))(jnp.stack([v, v]))[1]
-        return (y * u).sum()[None]
-
-    for form, by, scale in (("plain", 1, 2), ("remat", 1, 2), ("scan", 3, 1), ("vmap", 1, 2)):
-        mapped = jax.shard_map(
-            partial(loss, form), mesh=mesh, in_specs=(P("i"), P("i")), out_specs=P("i"),
-            check_vma=check_vma,
-        )  # fmt: skip
-        gradient = jax.jit(jax.grad(lambda v, u, f=mapped: f(v, u).sum()))(x, w)
-        np.testing.assert_array_equal(gradient, scale * np.roll(w, -by, 0), err_msg=form)
-
-
 def test_memory(no_buffers: None) -> None:
     need_devices(2)
     mesh = mesh_of(2)
@@ -189,30 +141,6 @@ def test_memory(no_buffers: None) -> None:
     assert again.closed
 
 
-def test_bound(monkeypatch: pytest.MonkeyPatch, no_buffers: None) -> None:
-    need_devices(2)
-    on_gpus = jax.devices()[0].platform == "gpu"
-    limit, wanted, taken = (2, 2 << 20, 2 << 20) if on_gpus else (1, (1 << 19) + 1, 1 << 19)
-    monkeypatch.setenv("JAX_INTRANODE_PEER_BUFFERS_MIB", str(limit))
-    config.get.cache_clear()
-    try:
-        mesh = mesh_of(2)
-        half = jin.peer_buffer("half", (1 << 19,), jnp.int8, "i", mesh=mesh)
-        with pytest.raises(ValueError, match=rf"{wanted} .* {taken} in other .*_MIB={limit} "):
-            jin.peer_buffer("more", ((1 << 19) + 1,), jnp.int8, "i", mesh=mesh)
-        half.close()
-        jin.peer_buffer("more", (1 << 20,), jnp.int8, "i", mesh=mesh)
-        # CUDA IPC exports whole blocks of 2 MiB.
-        module = extension.module("cpu")
-        assert peer_buffer._allocated("cpu", 33) == module.PEER_HEADER_BYTES + 64
-        with mock.patch.object(extension, "module", lambda _: module):
-            assert peer_buffer._allocated("gpu", 1) == 2 << 20
-            assert peer_buffer._allocated("gpu", 2 << 20) == 4 << 20
-    finally:
-        monkeypatch.undo()
-        config.get.cache_clear()
-
-
 @pytest.mark.parametrize(
     ("arguments", "error", "text"),
     [
@@ -234,16 +162,6 @@ def test_wrong_arguments(arguments: Any, error: type[Exception], text: str) -> N
     need_devices(2)
     with pytest.raises(error, match=text):
         jin.peer_buffer(*arguments, mesh=mesh_of(2))
-
-
-def test_no_mesh_or_group() -> None:
-    need_devices(2)
-    with pytest.raises(ValueError, match="no mesh is set; pass mesh="):
-        jin.peer_buffer("a", (2,), "f4", "i")
-    with pytest.raises(TypeError, match="pass a jax"):
-        jin.peer_buffer("a", (2,), "f4", "i", mesh=2)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="have one device"):
-        jin.peer_buffer("a", (2,), "f4", "i", mesh=mesh_of(1))
 
 
 def test_wrong_calls(registered: None, no_buffers: None) -> None:

@@ -16,7 +16,6 @@ NAMES = (
     "every_dtype_and_count-int32-two_shot",
     "permuted_devices-0",
     "contract_several-axes",
-    "back_to_back",
     "independent_calls_of_unequal_cost-4",
     "replay_and_eager",
 )

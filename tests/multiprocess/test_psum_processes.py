@@ -28,8 +28,14 @@ QUICK = {
     "ragged_of_tables_in_a_loop": ("2",),
     "experts_of_random_routings": ("2-1", "2-4"),
     "random_programs_in_turn": (),
-    "graphs_of_segments_in_turn": (),
     "independent_calls_of_unequal_cost": (),
+    "beside_lax": ("psum",),
+    "chain_with_delays": ("psum", "all_gather", "ppermute"),
+    "input_overwritten": ("psum", "all_to_all"),
+    "results_amid_other_data": ("int8",),
+    "results_that_a_scan_stacks": (),
+    "special_values": ("two_shot", "all_gather"),
+    "word_of_no_data": ("ppermute",),
 }
 QUICK_OF_FOUR = QUICK | {
     "matmuls_on_a_data_and_tensor_mesh": (),

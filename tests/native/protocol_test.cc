@@ -4,7 +4,7 @@
 // places. Results lie at any address, with guard bytes before and after. The epoch wraps in the
 // middle of the calls.
 //
-//   protocol_test [variant] [ranks] [calls] [patience] [mesh|permutes|ragged|experts]
+//   protocol_test sound [ranks] [calls] [patience] [mesh|permutes|ragged|experts]
 //   protocol_test offsets
 //
 // "offsets" runs the last segment of messages of more than 4 GiB, of which no other part exists.
@@ -14,9 +14,9 @@
 // hybrid cube mesh, in a shuffled order, and all calls are of that algorithm. A rank has no address
 // of the regions of those that it is not linked to, so a byte that it sends them ends the program.
 //
-// Variants other than "sound" break the protocol on purpose: the test must then fail. Exit status
-// 0: every result right, every guard whole and every slab empty at the end; 1: a wrong result or a
-// byte outside of it written, a slab left full, an endless wait, a busy region or a wrong epoch.
+// Exit status 0: every result right, every guard whole and every slab empty at the end; 1: a wrong
+// result or a byte outside of it written, a slab left full, an endless wait, a busy region or a
+// wrong epoch. The models (tests/native/model) and tools/mutants break the protocols.
 #include <sys/mman.h>
 
 #include <algorithm>
@@ -114,28 +114,12 @@ struct Plan {
   }
 };
 
-// The last segment has the packs that are left (or one), and not as many as the others.
-template <class Call>
-struct ShortSegments : jin::InSegments<Call> {
-  jin::Segment<Call> At(uint32_t k) const {
-    const size_t begin = k * this->packs, end = std::max(this->call.Packs(), begin + 1);
-    return {this->call, begin, std::min(this->packs, end - begin)};
-  }
-};
-
 // Runs a kernel: that of one epoch, or that of several segments.
 template <class Body, class Call>
 bool RunBody(HostThread& t, const TestGroup& g, const Call& call, const Plan& plan) {
   if (plan.segments == 1) return jin::RunOperation<Body>(t, g, call);
   const size_t packs = jin::SegmentPacks(plan.algorithm, call.Packs(), g.size, plan.segments);
-  if (!g.short_segment)
-    return jin::RunOperation<Body>(t, g, jin::InSegments<Call>{call, packs, plan.segments});
-  const uint32_t first = jin::Begin(t, g);
-  uint32_t step = 0;
-  const ShortSegments<Call> cut{{call, packs, plan.segments}};
-  if (!jin::RunSteps<Body>(t, g, cut, first, &step)) return false;
-  jin::End(t, g, first + jin::Epochs(Body::kPhases, plan.segments) - 1);
-  return true;
+  return jin::RunOperation<Body>(t, g, jin::InSegments<Call>{call, packs, plan.segments});
 }
 
 // The sum of products of few rows, as one kernel of two phases. The product is the input.
@@ -203,9 +187,9 @@ bool RunAs(HostThread& t, const TestGroup& g, const jin::AlignedBuffer& call, co
 
 template <class Call>
 bool RunCall(HostThread& t, const TestGroup& g, const Call& call, const Plan& plan) {
-  if (plan.is_unsigned) return RunAs<jin::U32, MaybeBroken<jin::FlaggedPackets>>(t, g, call, plan);
-  return plan.floating ? RunAs<jin::F32, MaybeBroken<jin::BarePackets>>(t, g, call, plan)
-                       : RunAs<jin::I32, MaybeBroken<jin::FlaggedPackets>>(t, g, call, plan);
+  if (plan.is_unsigned) return RunAs<jin::U32, jin::FlaggedPackets>(t, g, call, plan);
+  return plan.floating ? RunAs<jin::F32, jin::BarePackets>(t, g, call, plan)
+                       : RunAs<jin::I32, jin::FlaggedPackets>(t, g, call, plan);
 }
 
 float Weight(size_t i) { return static_cast<float>(i % 7) - 3; }
@@ -233,7 +217,7 @@ bool RunNorm(HostThread& t, const TestGroup& g, const jin::Buffer& whole, const 
       .layer_norm = false,
       .float32_parameters = true,
       .aligned = false};
-  using Packets = MaybeBroken<jin::BarePackets>;
+  using Packets = jin::BarePackets;
   return g.size == 2 ? jin::Norm<jin::F32, 2, false, Packets>::Run(t, g, call)
                      : jin::Norm<jin::F32, 0, false, Packets>::Run(t, g, call);
 }
@@ -265,8 +249,8 @@ jin::Permutes MembersOf(int rank, const jin::Buffer& whole, const Plan& plan) {
 
 template <class Call>
 bool RunPermute(HostThread& t, const TestGroup& g, const Call& call, const Plan& plan) {
-  using Bare = jin::Permute<jin::BF16, 0, MaybeBroken<jin::BarePackets>>;
-  using Flagged = jin::Permute<jin::I8, 0, MaybeBroken<jin::FlaggedPackets>>;
+  using Bare = jin::Permute<jin::BF16, 0, jin::BarePackets>;
+  using Flagged = jin::Permute<jin::I8, 0, jin::FlaggedPackets>;
   return plan.floating ? jin::RunOperation<Bare>(t, g, call)
                        : jin::RunOperation<Flagged>(t, g, call);
 }
@@ -283,7 +267,7 @@ bool RunRagged(HostThread& t, const TestGroup& g, const jin::Buffer& whole, cons
 }
 
 bool RunExperts(HostThread& t, const TestGroup& g, const jin::Buffer& whole, const Plan& plan) {
-  using Packets = MaybeBroken<jin::BarePackets>;
+  using Packets = jin::BarePackets;
   const auto row_bytes = static_cast<uint32_t>(plan.bytes / plan.experts.rows);
   const jin::ExpertsCall call = plan.experts.CallOf(g.rank, whole.in, whole.out, row_bytes);
   const uint32_t epoch = jin::Begin(t, g);
@@ -302,8 +286,8 @@ bool RunExperts(HostThread& t, const TestGroup& g, const jin::Buffer& whole, con
 
 bool RunPlan(HostThread& t, const TestGroup& g, const jin::Buffer& whole, const Plan& plan) {
   if (plan.tables.updates > 0) {
-    using Bare = jin::Ragged<jin::BF16, MaybeBroken<jin::BarePackets>>;
-    using Flagged = jin::Ragged<jin::I8, MaybeBroken<jin::FlaggedPackets>>;
+    using Bare = jin::Ragged<jin::BF16, jin::BarePackets>;
+    using Flagged = jin::Ragged<jin::I8, jin::FlaggedPackets>;
     return plan.floating ? RunRagged<Bare>(t, g, whole, plan)
                          : RunRagged<Flagged>(t, g, whole, plan);
   }
@@ -574,9 +558,6 @@ int main(int argc, char** argv) {
   const bool only_ragged = argc > 5 && std::string(argv[5]) == "ragged";
   if (argc > 4) patience = std::chrono::duration<double>(atof(argv[4]));
 
-  never_armed = variant == "never_armed";
-  first_word_only = variant == "first_word_only";
-
   std::mt19937 random(20);
   std::vector<Plan> plans;
   uint32_t epochs = 0, permutes = 0;
@@ -671,29 +652,15 @@ int main(int argc, char** argv) {
     }
   }
 
-  // A call in which rank 0 tells rank 1 what it runs.
-  int other = calls / 2;
-  while (other < calls - 1 && plans[other].Permutes() && plans[other].sources[0][1] != 0) ++other;
-
   const std::vector<jin::Links> links = CubeMesh(ranks);
   if (mesh && !jin::IsCubeMesh(links)) return 2;
   const auto group_of = [&](int rank, bool permutes) {
     TestGroup group;
     (permutes ? of_permutes : regions).GiveTo(&group);
-    group.no_room = variant == "no_room";
     group.rank = rank;
-    group.one_epoch_buffer = variant == "one_epoch_buffer";
-    group.short_segment = variant == "short_segment";
-    group.one_operation_word = variant == "one_operation_word";
     if (!mesh) return group;
     group = jin::WithoutUnlinked(group, links[rank]);
     group.links = links[rank];
-    // A rank that takes another one for its relay, to which it has no link.
-    if (variant == "wrong_relay" && rank == 0) {
-      for (int q = 1; q < ranks; ++q) {
-        if (!group.links.Has(q)) group.links.relay = q;
-      }
-    }
     return group;
   };
   for (int r = 0; r < ranks; ++r) {
@@ -706,9 +673,8 @@ int main(int argc, char** argv) {
           TestGroup& group = groups[plans[k].Permutes()];
           HostThread thread{t, 0, 1, check_barriers[r].get(), &jitter, nullptr};
           jitter.Pause();
-          const bool differs = variant == "other_operation" && r == 0 && k == other;
-          group.operation = jin::OperationWord(plans[k].algorithm, jin::ElementType::kF32,
-                                               plans[k].bytes + differs);
+          group.operation =
+              jin::OperationWord(plans[k].algorithm, jin::ElementType::kF32, plans[k].bytes);
           if (plans[k].Permutes()) {
             const jin::Buffer none{inputs[r][k].data(), outputs[r][k].data(), plans[k].bytes};
             jin::BeginPermute(thread, group, MembersOf(r, none, plans[k]));
@@ -736,21 +702,11 @@ int main(int argc, char** argv) {
                                 &jitter,
                                 &totals[block],
                                 &tables[block]};
-              thread.changes = variant == "other_thread" && plan.in_place;
               jitter.Pause();
               char* const out = outputs[r][k].data();
               const void* const in = inputs[r][k].data();
               const jin::Buffer call{plan.in_place ? out : in, out, plan.bytes};
               RunPlan(thread, group, call, plan);
-              if (variant == "idle_epochs" && b == 0) {
-                thread.Sync();
-                // Blocks that an operation does not launch keep their epoch.
-                for (int q = plan.blocks; t == 0 && q < jin::kMaxBlocks; ++q) {
-                  jin::Store(&group.Header()->epoch[q],
-                             jin::Load(&group.Header()->epoch[q]) -
-                                 jin::Epochs(jin::PhasesOf(plan.algorithm), plan.segments));
-                }
-              }
             }
             // A kernel ends when all its blocks have ended; only then does the next one begin.
             rank_barriers[r]->arrive_and_wait();

@@ -1,4 +1,4 @@
-// The threads on which protocol_test.cc runs the protocols, and its ways to break them.
+// The threads on which protocol_test.cc runs the protocols.
 #pragma once
 
 #include <algorithm>
@@ -8,7 +8,6 @@
 #include <cstdio>
 #include <cstdlib>
 #include <thread>
-#include <type_traits>
 #include <vector>
 
 #include "xla_ffi/kernels/experts.h"
@@ -52,20 +51,15 @@ struct HostThread {
   Jitter* jitter;
   std::vector<float>* totals;  // of the block's threads (norm.h)
   Table* table = nullptr;      // of the block
-  bool changes = false;        // the next thread's packs in every second phase
   std::chrono::steady_clock::time_point started{};
   bool met = false;
-  int phases = 0;
 
   int Thread() const { return thread; }
   int Threads() const { return kThreads; }
   int Block() const { return block; }
   int Blocks() const { return blocks; }
   void Sync() const { barrier->arrive_and_wait(); }
-  size_t First() {
-    const size_t first = block * kThreads + thread;
-    return phases++ % 2 == 1 && changes ? (first + 1) % Stride() : first;
-  }
+  size_t First() const { return block * kThreads + thread; }
   size_t Stride() const { return blocks * kThreads; }
   static constexpr int kRowThreads = kThreads;
   size_t FirstUnit() const { return 0; }
@@ -108,57 +102,10 @@ struct HostThread {
   void Refuse(const jin::UpdateFault&) { ++others_met; }
 };
 
-// A group as the protocols see it, and the ways to break it.
+// A group as the protocols see it.
 struct TestGroup : jin::Group {
-  bool one_epoch_buffer = false;
-  bool one_operation_word = false;
-  bool short_segment = false;
-  bool no_room = false;
   jin::Links links{};  // in a hybrid cube mesh
   uint64_t operation;
-  uint64_t* OperationOf(int of, int to, uint32_t count) const {
-    return jin::Group::OperationOf(of, to, one_operation_word ? 0 : count);
-  }
-  char* EpochBuffer(int of_rank, uint32_t epoch) const {
-    return jin::Group::EpochBuffer(of_rank, one_epoch_buffer ? 0 : epoch);
-  }
-};
-
-// Takes the place of permute.h's: a rank sends to its destination at once, or does not.
-inline bool HasRoom(const TestGroup& g, int to, uint32_t epoch) {
-  return g.no_room || jin::HasRoom<TestGroup>(g, to, epoch);
-}
-
-// Takes the place of ragged.h's: a rank sends all windows at once, or does not.
-inline bool HasTaken(const TestGroup& g, int to, int block, uint32_t windows) {
-  return g.no_room || jin::HasTaken<TestGroup>(g, to, block, windows);
-}
-
-inline bool never_armed = false;
-// Only the first word of a packet is checked. This breaks floating-point calls only: the words of a
-// flagged packet may have any value, and it would wait for ever.
-inline bool first_word_only = false;
-
-// Packets as they are, or broken.
-template <class Packets>
-struct MaybeBroken : Packets {
-  static constexpr bool kBare = std::is_same_v<Packets, jin::BarePackets>;
-  static void Arm(char* slot, size_t i) {
-    if (!never_armed) Packets::Arm(slot, i);
-  }
-  static bool TryGet(char* slot, size_t i, jin::Pack* p) {
-    const bool all = Packets::TryGet(slot, i, p);
-    return kBare && first_word_only ? p->word[0] != jin::kEmpty : all;
-  }
-  static void Put(char* slot, size_t i, const jin::Pack& p) {
-    if (kBare && first_word_only) {
-      jin::Pack first = p;
-      for (int k = 1; k < 4; ++k) first.word[k] = jin::kEmpty;
-      Packets::Put(slot, i, first);
-      std::this_thread::yield();
-    }
-    Packets::Put(slot, i, p);
-  }
 };
 
 }  // namespace protocol_test

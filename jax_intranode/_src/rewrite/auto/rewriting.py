@@ -213,7 +213,7 @@ class _Rewriting:
         self, module: Any, name: str, devices: Any, platforms: tuple[str, ...], outcome: Outcome
     ):
         self._name = name
-        self._lowered, self._devices = module, devices
+        self._lowered = module
         self._call = divided[module]
         self._outcome = outcome
         self._program = Program(module, devices)
@@ -229,6 +229,7 @@ class _Rewriting:
     def run(self) -> None:
         """Rewrites the program; the outcome has its module if anything was replaced."""
         moves = (moves_on_cpus or self._on_gpus()) and not propagated_only
+        before = self._program.copy() if moves else self._program
         blocks = self._blocks(moves)
         has_plans = any(candidate.plan for *_, candidates in blocks for candidate in candidates)
         reason = None
@@ -241,8 +242,7 @@ class _Rewriting:
             for block, _, candidates in blocks:
                 self._overlapping(block, candidates)
             if not self._overlap:
-                self._program = Program(self._lowered, self._devices)
-                self._bodies = Bodies(self._bodies.name, self._program, self._site)
+                self._program = before
                 blocks = self._blocks(False)
         replacements: list[Any] = []
         for block, manual_axes, candidates in blocks:

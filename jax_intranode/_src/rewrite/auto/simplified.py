@@ -87,9 +87,7 @@ def simplified(module: Any, for_gpus: bool) -> Any:
     copy = ir.Module.parse(as_bytecode(module))
     for index, operation in enumerate(list(_kept(copy))):
         _stand_in(operation, f"{_STAND_IN}{index}")
-    for operation in walk(copy.operation):
-        if "sdy.sharding" in operation.attributes:  # XLA ignores those of ordinary operations
-            del operation.attributes["sdy.sharding"]
+    forget_shardings(copy)
     for operation in operations(copy.body):
         if operation.name == "sdy.mesh":
             operation.erase()
@@ -132,6 +130,13 @@ def simplified(module: Any, for_gpus: bool) -> Any:
             _put_back(operation, originals[int(target.removeprefix(_STAND_IN))])
     _hoist_invariants(main)
     return new
+
+
+def forget_shardings(module: Any) -> None:
+    """Removes the shardings of ordinary operations, which XLA ignores."""
+    for operation in walk(module.operation):
+        if "sdy.sharding" in operation.attributes:
+            del operation.attributes["sdy.sharding"]
 
 
 def _make_ifs(main: Any) -> None:

@@ -181,9 +181,10 @@ class Program:
     def _refuse_unsuitable(self) -> None:
         """Raises if the program has something that a propagated copy may not keep."""
         for operation in walk(self._main):
-            for sharding in _all_per_value(operation):
+            if "sdy.sharding" in operation.attributes and operation.name != "func.func":
+                found = sdy.TensorShardingPerValueAttr(operation.attributes["sdy.sharding"])
                 # XLA's import may refuse them in a propagated program, and reshards otherwise.
-                if self._spec_of(sharding) is None:
+                if None in map(self._spec_of, found.shardings):
                     raise Unsuitable(reasons.PARTS_OF_AXES)
 
     def set_number(self, operation: Any) -> None:
@@ -424,12 +425,6 @@ def _constant_bytes(operation: Any) -> int:
     type_ = ir.RankedTensorType(operation.results[0].type)
     width = getattr(type_.element_type, "width", 128)  # complex numbers have none
     return math.prod(type_.shape) * width // 8
-
-
-def _all_per_value(operation: Any) -> list[Any]:
-    if operation.name == "func.func" or "sdy.sharding" not in operation.attributes:
-        return []
-    return list(sdy.TensorShardingPerValueAttr(operation.attributes["sdy.sharding"]).shardings)
 
 
 def _per_value(operation: Any, name: str, index: int) -> Any:

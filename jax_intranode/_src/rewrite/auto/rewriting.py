@@ -370,12 +370,8 @@ class _Rewriting:
         sources: tuple[str, ...] = (),
         copies: bool = False,
     ) -> None:
-        axes: dict[str, None] = dict.fromkeys(candidate.kind.axes)
-        if candidate.plan is not None:
-            steps: tuple[plans.Gather | plans.Sum, ...]
-            steps = (*candidate.plan.gathers, *candidate.plan.sums)
-            for step in steps:
-                axes.update(dict.fromkeys(step.axes))
+        plan = candidate.plan
+        axes = dict.fromkeys((*candidate.kind.axes, *(plan.axes if plan is not None else ())))
         around = names_around(candidate.operation)
         self._outcome.records.append(
             Record(

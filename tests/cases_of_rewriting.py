@@ -36,7 +36,7 @@ def case(function: Callable[[], None]) -> Callable[[], None]:
 
     @functools.wraps(function)
     def apart() -> None:
-        agreement._met.clear()
+        agreement._meetings.clear()
         try:
             function()
             multihost_utils.sync_global_devices(function.__name__)

@@ -49,8 +49,7 @@ def test_a_process_may_have_ended_before_the_processes_have_met(
     store = key_value_store.Store()
     monkeypatch.setattr(key_value_store, "store", lambda *_: store)
     monkeypatch.setattr(timeouts, "FIRST_WAIT_S", 0.01)
-    for known in ("_meetings", "_met"):
-        monkeypatch.setattr(agreement, known, {})
+    monkeypatch.setattr(agreement, "_meetings", {})
     body: Any = SimpleNamespace(invars=[], eqns=[])
     reason = (
         agreement.reason_for_no_auto(mesh, agreement.INSTALL_AUTO, str)

@@ -204,6 +204,22 @@ def test_a_sum_that_is_needed_whole(other: bool, monkeypatch: pytest.MonkeyPatch
     assert after == wanted and after["jax_intranode_psum_scatter"] == 0
 
 
+@pytest.mark.parametrize("several", [False, True])
+def test_sums_whose_parts_are_taken(several: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both sums in a product are scattered; not one that is taken over another axis, too."""
+    monkeypatch.setattr(rewriting, "moves_on_cpus", True)
+    mesh = two_axes()
+    p, x = tensor_parallel()
+    z = put(mesh, normal(6, 8, 16), EVERY)
+
+    def f(p: Any, z: Any, x: Any) -> Any:
+        product = mlp(p, x) * mlp(p, x + 1) if several else mlp(p, x)
+        return z * constrained(mesh, product, "data" if several else None, None)
+
+    _, after = check(f, p, z, x if several else put(mesh, x))
+    assert after == ({"jax_intranode_psum_scatter": 2} if several else {"jax_intranode_psum": 1})
+
+
 def test_one_line_of_log(caplog: pytest.LogCaptureFixture) -> None:
     """The shard_maps that become parts of a program have no lines of their own."""
     caplog.set_level(logging.INFO, "jax_intranode")

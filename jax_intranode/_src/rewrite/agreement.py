@@ -54,9 +54,25 @@ def call_for_partitioners(jaxpr: Any) -> str | None:
     return INSTALL_AUTO if on == mode.AUTO else None
 
 
-# By device ids: whether all processes have been there at the same time; False after a call that has
-# waited in vain.
-_met: dict[tuple[int, ...], bool] = {}
+@dataclass
+class _Meeting:
+    """How the processes of a mesh have met.
+
+    Attributes:
+        met: whether all processes have been there at the same time; False after a call that has
+            waited in vain; None before the first call.
+        compared: whether they have found that they take the same of a program.
+        reason: why they leave all programs to XLA; None if they don't.
+    """
+
+    met: bool | None = None
+    compared: bool = False
+    reason: str | None = None
+
+
+# For shard_maps, by the ids of the devices. For programs whose collectives XLA's partitioner adds,
+# by what processes have called, and the generation and the ids of the devices.
+_meetings: dict[Any, _Meeting] = {}
 
 
 def reason_not_to_rewrite(mesh: jax.sharding.Mesh, body: Any) -> str | None:
@@ -65,44 +81,9 @@ def reason_not_to_rewrite(mesh: jax.sharding.Mesh, body: Any) -> str | None:
     Raises:
         CommunicationError: a process is gone. With lax the others would wait for it without end.
     """
-    if len(_processes(mesh)) == 1:
-        return None
-    if jax.process_index() not in _processes(mesh):
-        return reasons.NOT_HERE
     devices = device_ids(mesh)
-    wait_s = timeouts.LATER_WAIT_S if devices in _met else wait_s_of_program()
-    try:
-        store = _store(mesh, f"rewrite/{_fingerprint(devices, body)}")
-    except RuntimeError as error:
-        return str(error)
-    reason = _decide(store, mesh, "", 0 if _met.get(devices) else wait_s, INSTALL)
-    if reason is None or lowering_context.lowering_for_call():
-        _met[devices] = _met.get(devices, False) or reason is None
-    if reason is not None:
-        _log.warning("A program is left to jax.lax: %s.", reason)
-    return reason
-
-
-# Programs whose collectives XLA's partitioner adds.
-
-
-@dataclass
-class _Meeting:
-    """How the processes of a mesh have met.
-
-    Attributes:
-        met: as in `_met`; None before the first call.
-        compared: whether they have found that they take the same of a program.
-        reason: why they leave all these programs to XLA; None if they don't.
-    """
-
-    met: bool | None = None
-    compared: bool = False
-    reason: str | None = None
-
-
-# By what processes have called, and the generation and the ids of the devices.
-_meetings: dict[Any, _Meeting] = {}
+    place = lambda: f"rewrite/{_fingerprint(devices, body)}"  # noqa: E731
+    return _reason_to_leave(mesh, devices, INSTALL, place, "jax.lax")
 
 
 def reason_for_no_auto(
@@ -116,15 +97,23 @@ def reason_for_no_auto(
     Raises:
         CommunicationError: a process is gone. With XLA the others would wait for it without end.
     """
-    if len(_processes(mesh)) == 1:
+    place = lambda: _place_of_auto(mesh, call, f"meeting/{program()}")  # noqa: E731
+    return _reason_to_leave(mesh, _meeting_of(mesh, call), call, place, "XLA")
+
+
+def _reason_to_leave(
+    mesh: jax.sharding.Mesh, key: Any, call: str, place: Callable[[], str], to: str
+) -> str | None:
+    processes = _processes(mesh)
+    if len(processes) == 1:
         return None
-    if jax.process_index() not in _processes(mesh):
+    if jax.process_index() not in processes:
         return reasons.NOT_HERE
-    meeting = _meetings.setdefault(_meeting_of(mesh, call), _Meeting())
+    meeting = _meetings.setdefault(key, _Meeting())
     if meeting.reason is not None:
         return meeting.reason
     try:
-        store = _store_of_auto(mesh, call, f"meeting/{program()}")
+        store = _store(mesh, place())
     except RuntimeError as error:
         return str(error)
     wait_s = wait_s_of_program() if meeting.met is None else timeouts.LATER_WAIT_S
@@ -132,7 +121,7 @@ def reason_for_no_auto(
     if reason is None or lowering_context.lowering_for_call():
         meeting.met = bool(meeting.met) or reason is None
     if reason is not None:
-        _log.warning("A program is left to XLA: %s.", reason)
+        _log.warning("A program is left to %s: %s.", to, reason)
     return reason
 
 
@@ -150,7 +139,7 @@ def same_everywhere(
         return None
     taken = hashlib.sha256(taken.encode()).hexdigest()[:16]
     meeting = _meetings[_meeting_of(mesh, call)]
-    store = _store_of_auto(mesh, call, f"program/{program()}")
+    store = _store(mesh, _place_of_auto(mesh, call, f"program/{program()}"))
     reason = _decide(store, mesh, taken, 0 if meeting.compared else wait_s_of_program(), call)
     if reason is None:
         meeting.compared = True
@@ -169,9 +158,9 @@ def _meeting_of(mesh: jax.sharding.Mesh, call: str) -> Any:
     return call, rendezvous.generation(device_ids(mesh)), device_ids(mesh)
 
 
-def _store_of_auto(mesh: jax.sharding.Mesh, call: str, what: str) -> key_value_store.Store:
+def _place_of_auto(mesh: jax.sharding.Mesh, call: str, what: str) -> str:
     devices = hashlib.sha256(repr(device_ids(mesh)).encode()).hexdigest()[:16]
-    return _store(mesh, f"{call}/{devices}/{what}")
+    return f"{call}/{devices}/{what}"
 
 
 # How the processes of a mesh decide.

@@ -11,8 +11,8 @@ operation. One operation of several permutes waits for all its sources.
 """
 
 import bisect
-from collections.abc import Collection, Sequence
-from functools import cached_property
+from collections.abc import Sequence
+from functools import cached_property, partial
 from typing import Any
 
 from jax.extend.core import Var
@@ -23,7 +23,7 @@ from jax_intranode._src.operations import RECORDS
 from jax_intranode._src.ops import primitive
 from jax_intranode._src.rewrite import collectives
 from jax_intranode._src.rewrite.collectives import Body, Choice
-from jax_intranode._src.rewrite.waiting import Waiting
+from jax_intranode._src.rewrite.waiting import Merging
 
 # Collectives of more bytes than this stay lax's if there are matmuls after them that need not wait
 # for them: XLA runs its own collectives next to these, and ours only before or after them.
@@ -35,27 +35,35 @@ _HEAVY = frozenset({"dot_general", "conv_general_dilated", "ragged_dot_general",
 
 def issue(equations: Sequence[Any], choices: dict[int, Choice], body: Body) -> list[Any]:
     """Replaces collectives by their choices, by the identity of the equation, and merges sums."""
-    walk = _Walk(body)
+    order = Merging(lambda bucket: [bucket.merged(body)])
     overlap = Overlap(equations, body)
     for position, equation in enumerate(equations):
         choice = choices.get(id(equation))
-        if choice is None:
-            walk.emit(equation)
-        elif overlap.has_matmul(position, position + 1):
+        if choice is not None and overlap.has_matmul(position, position + 1):
             body.leave(equation, reasons.OVERLAPS)
-            walk.emit(equation)
-        elif not RECORDS[choice.primitive.operation].takes_many:
-            walk.emit(collectives.replace(equation, choice, body))
-        else:
-            walk.add(equation, choice)
-    return walk.finish()
+        elif choice is not None and RECORDS[choice.primitive.operation].takes_many:
+            dtype = equation.invars[0].aval.dtype
+            key = choice.primitive, choice.params.family, dtype, id(equation.ctx)
+            fits = partial(_Bucket.fits, equation=equation, choice=choice, body=body)
+            bucket = order.join(key, equation, fits, _Bucket)
+            bucket.equations.append(equation)
+            bucket.choices.append(choice)
+            continue
+        elif choice is not None:
+            equation = collectives.replace(equation, choice, body)
+        if order.opened and equation_kinds.is_fence(equation):
+            order.end(order.opened.values())
+        if order.opened and equation_kinds.has_effects(equation):
+            order.end(order.needed(equation))
+        order.emit(equation)
+    order.end(order.opened.values())
+    return order.emitted
 
 
 class _Bucket:
-    """Collectives that are issued together, of one `key`, and the choice for each."""
+    """Collectives that are issued together, and the choice for each."""
 
-    def __init__(self, key: Any):
-        self.key = key
+    def __init__(self) -> None:
         self.equations: list[Any] = []
         self.choices: list[Choice] = []
 
@@ -67,67 +75,21 @@ class _Bucket:
         operations = joined.primitive.decide(body.site, avals, joined.params).operations()
         return len(operations) == 1 and operations[0].selected.algorithm != "lax"
 
+    def merged(self, body: Body) -> Any:
+        """The equation of all."""
+        first, *others = members = self.equations
+        if others:
+            first = first.replace(
+                invars=[v for member in members for v in member.invars],
+                outvars=[v for member in members for v in member.outvars],
+            )
+        return collectives.replace(first, _joined(self.choices), body)
+
 
 def _joined(choices: Sequence[Choice]) -> Choice:
     first, *others = choices
     params = first.params.joined([other.params for other in others])
     return Choice(first.primitive, params)
-
-
-class _Walk:
-    """The walk over the equations of one jaxpr."""
-
-    def __init__(self, body: Body):
-        self._body = body
-        self._order = Waiting()
-        self._open: dict[Any, _Bucket] = {}  # by axes, dtype and context, in the order of opening
-
-    def emit(self, equation: Any) -> None:
-        """Emits an equation that is not a collective to be merged, or lets it wait."""
-        if self._open and equation_kinds.is_fence(equation):
-            self._issue(self._open.values())
-        if self._open and equation_kinds.has_effects(equation):
-            self._issue(self._order.needed(equation))
-        self._order.emit(equation)
-
-    def add(self, equation: Any, choice: Choice) -> None:
-        """Adds a collective to a bucket."""
-        self._issue(self._order.needed(equation))
-        dtype = equation.invars[0].aval.dtype
-        key = (choice.primitive, choice.params.family, dtype, id(equation.ctx))
-        bucket = self._open.get(key)
-        if bucket is not None and not bucket.fits(equation, choice, self._body):
-            self._issue([bucket])
-            bucket = None
-        if bucket is None:
-            bucket = self._open[key] = _Bucket(key)
-        bucket.equations.append(equation)
-        bucket.choices.append(choice)
-        self._order.expect(equation.outvars, bucket)
-
-    def finish(self) -> list[Any]:
-        """Issues what is open and returns the equations."""
-        self._issue(self._open.values())
-        return self._order.emitted
-
-    def _issue(self, needed: Collection[_Bucket]) -> None:
-        # In the order of opening, which is the same in all processes; that of a set is not.
-        buckets = [bucket for bucket in self._open.values() if bucket in needed]
-        for bucket in buckets:
-            del self._open[bucket.key]
-        if buckets:
-            self._order.run(buckets, [_merged(bucket, self._body) for bucket in buckets])
-
-
-def _merged(bucket: _Bucket, body: Body) -> Any:
-    first, *others = bucket.equations
-    if others:
-        members = bucket.equations
-        first = first.replace(
-            invars=[v for member in members for v in member.invars],
-            outvars=[v for member in members for v in member.outvars],
-        )
-    return collectives.replace(first, _joined(bucket.choices), body)
 
 
 # Collectives that XLA can overlap.

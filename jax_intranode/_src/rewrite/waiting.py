@@ -1,6 +1,6 @@
 """The order of rewritten equations: some wait for the result of an operation that runs later."""
 
-from collections.abc import Hashable, Iterable
+from collections.abc import Callable, Collection, Hashable, Iterable
 from typing import Any
 
 from jax.extend.core import Literal
@@ -53,3 +53,37 @@ class Waiting:
                 self.emitted.append(equation)
             else:
                 self._equations.append((equation, needed))
+
+
+class Merging(Waiting):
+    """The same, of operations that join open groups. A group runs as one operation when it ends.
+
+    It ends before an operation that needs it joins another one. So the members of a group do not
+    need each other, and no two groups can wait for each other.
+
+    Attributes:
+        opened: the open groups, by what their members have in common, in the order of opening.
+    """
+
+    def __init__(self, run: Callable[[Any], Iterable[Any]]):
+        """`run` makes the equations of a group."""
+        super().__init__()
+        self.opened: dict[Any, Any] = {}
+        self._run = run
+
+    def join(
+        self, key: Any, equation: Any, fits: Callable[[Any], bool], new: Callable[[], Any]
+    ) -> Any:
+        """The group of this key for an equation: the open one if it `fits`, or else a new one."""
+        self.end(self.needed(equation))
+        if key in self.opened and not fits(self.opened[key]):
+            self.end([self.opened[key]])
+        group = self.opened.setdefault(key, new())
+        self.expect(equation.outvars, group)
+        return group
+
+    def end(self, groups: Collection[Any]) -> None:
+        """Ends groups in the order of opening, which all processes have; that of a set differs."""
+        for key, group in [each for each in self.opened.items() if each[1] in groups]:
+            if self.opened.pop(key, None) is not None:
+                self.run([group], self._run(group))

@@ -92,7 +92,7 @@ class Bodies:
             program: the program.
             site: the program's mesh, all of whose axes are manual in a shard_map.
         """
-        self.name = name
+        self._name = name
         self._program = program
         self._site = site
         self._judgements: dict[Any, Judged] = {}
@@ -109,7 +109,7 @@ class Bodies:
         inputs, _ = group.inputs()
         body = group.body()
         # Call sites have the name of the program that they are in, which is that of what is jitted.
-        body.__name__ = body.__qualname__ = self.name
+        body.__name__ = body.__qualname__ = self._name
         mapped = jax.shard_map(
             body,
             mesh=self._program.mesh,

@@ -30,7 +30,7 @@ from jax_intranode._src.rewrite.auto.operations import Candidate, Kind, aval
 from jax_intranode._src.rewrite.auto.plans import Axes, Plan, Spec, local_size
 from jax_intranode._src.rewrite.auto.program import Program
 from jax_intranode._src.rewrite.auto.tails import Tail
-from jax_intranode._src.rewrite.waiting import Waiting
+from jax_intranode._src.rewrite.waiting import Merging
 
 # Sums of more bytes together are not merged.
 MERGED_BYTES = 1 << 20
@@ -263,7 +263,7 @@ def member_of(candidate: Candidate, gathered: Mapping[Any, Candidate]) -> Member
 
 @dataclass(frozen=True)
 class _Step:
-    """An operation of a block, with what it and all inside it use, for `Waiting`."""
+    """An operation of a block, with what it and all inside it use, for `Merging`."""
 
     operation: Any
     invars: Collection[Any]
@@ -286,37 +286,31 @@ def replace(
     """
     by_operation = {member.number: member for member in members}
     gone = {number(o) for member in members for o in member.replaced()} - by_operation.keys()
-    order = Waiting()
-    opened: dict[Any, Group] = {}
 
-    def end(which: Collection[Group]) -> None:
-        for key, group in [each for each in opened.items() if each[1] in which]:
-            if opened.pop(key, None) is None:
-                continue
-            # A tail may use what was not there yet when its group began.
-            end(order.needed(_Step(None, [one.value for one in group.inputs()[0]], ())))
-            new = [_Step(o, o.operands, o.results) for o in insert(group)]
-            order.run([group], new)
+    def run(group: Group) -> list[_Step]:
+        # A tail may use what was not there yet when its group began.
+        order.end(order.needed(_Step(None, [one.value for one in group.inputs()[0]], ())))
+        return [_Step(o, o.operands, o.results) for o in insert(group)]
 
+    order = Merging(run)
     for operation in operations(block):
         member = by_operation.get(number(operation))
         if number(operation) in gone:
             continue
         if member is None:
             if operation.name in FENCES:
-                end(opened.values())
+                order.end(order.opened.values())
             order.emit(_Step(operation, operands(operation), operation.results))
             continue
         step = _Step(operation, [one.value for one in member.inputs], member.outputs())
-        end(order.needed(step))
-        key = member.shared() or number(operation)
         nbytes = 0 if member.gathered() else member.nbytes(sizes)
-        if key in opened and opened[key].nbytes + nbytes > MERGED_BYTES:
-            end([opened[key]])
-        group = opened.setdefault(key, Group())
+
+        def fits(group: Group, nbytes: int = nbytes) -> bool:
+            return group.nbytes + nbytes <= MERGED_BYTES
+
+        group = order.join(member.shared() or number(operation), step, fits, Group)
         group.members.append(member)
         group.nbytes += nbytes
-        order.expect(step.outvars, group)
     previous = None
     for each in order.emitted:
         if previous is not None:

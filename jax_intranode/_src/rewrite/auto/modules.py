@@ -1,7 +1,7 @@
 """MLIR modules in Python: their operations, by type."""
 
 import io
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from jax.extend.mlir import ir
@@ -36,15 +36,18 @@ def inner_blocks(operation: Any) -> Iterator[Any]:
         yield from region.blocks
 
 
-def walk(operation: Any) -> list[Any]:
-    """An operation and all inside."""
+def walk(operation: Any, outermost: Callable[[Any], bool] | None = None) -> list[Any]:
+    """An operation and all inside; or the outermost ones of which something is true."""
     found: list[Any] = []
 
     def add(each: Any) -> Any:
+        if outermost is not None and not outermost(each.operation):
+            return ir.WalkResult.ADVANCE
         found.append(each.operation)
-        return ir.WalkResult.ADVANCE
+        return ir.WalkResult.ADVANCE if outermost is None else ir.WalkResult.SKIP
 
-    operation.walk(add)
+    order = ir.WalkOrder.POST_ORDER if outermost is None else ir.WalkOrder.PRE_ORDER
+    operation.walk(add, order)
     return found
 
 

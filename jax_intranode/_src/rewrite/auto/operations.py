@@ -345,8 +345,15 @@ def _collective(operation: Any, program: Program) -> Candidate:
 
 def _axes_of(groups: Any, mesh: Any) -> Axes | None:
     """The axes of a collective's groups, major ones first; None if they are not known."""
-    if isinstance(groups, ir.DenseIntElementsAttr):  # jax 0.10
-        return _axes_of_lists(np.array(groups).tolist(), mesh)
+    if isinstance(groups, ir.DenseIntElementsAttr):  # jax 0.10: lists of positions
+        lists, names = np.array(groups).tolist(), mesh.axis_names
+        positions = np.arange(mesh.size).reshape(mesh.devices.shape)
+        found = partitioner.axes_of_groups(frozenset(map(frozenset, lists)), names, positions)
+        for order in itertools.permutations(found or ()):
+            moved = np.moveaxis(positions, [*map(names.index, order)], range(-len(order), 0))
+            if sorted(moved.reshape(-1, len(lists[0])).tolist()) == sorted(lists):
+                return order
+        return None
     try:
         of_groups: Any = stablehlo.ReplicaGroupMeshAxesAttr(groups).axes
         axes = [stablehlo.AxisRefAttr(axis) for axis in of_groups]
@@ -355,17 +362,3 @@ def _axes_of(groups: Any, mesh: Any) -> Axes | None:
     if any(axis.sub_axis_info for axis in axes):
         return None
     return tuple(axis.name for axis in axes)
-
-
-def _axes_of_lists(groups: list[list[int]], mesh: Any) -> Axes | None:
-    """The same, of groups that list positions in the mesh."""
-    positions = np.arange(mesh.size).reshape(tuple(mesh.shape.values()))
-    names = tuple(mesh.shape)
-    for count in range(1, len(names) + 1):
-        for axes in itertools.permutations(names, count):
-            last = [names.index(axis) for axis in axes]
-            moved = np.moveaxis(positions, last, range(-count, 0))
-            size = math.prod(mesh.shape[axis] for axis in axes)
-            if sorted(moved.reshape(-1, size).tolist()) == sorted(groups):
-                return axes
-    return None

@@ -63,7 +63,7 @@ def overlapped(members: Sequence[Member], block: Any, sizes: Mapping[str, int]) 
                 frozenset(a for one in gathered for _, of in one.gathers for a in of),
             )
         elif not gathered and not needed & 2 << index:
-            key = "sums", frozenset(axis for each in member.plan.sums for axis in each.axes)
+            key = "sums", frozenset(member.plan.axes)
         combined.setdefault(key, []).append(member)
     left: dict[int, str] = {}
     for together in combined.values():

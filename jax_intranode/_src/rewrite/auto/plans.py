@@ -93,6 +93,12 @@ class Plan:
     result: Spec
 
     @property
+    def axes(self) -> Axes:
+        """The axes that it communicates over, in order."""
+        of_gathers = (axis for each in self.gathers for axis in each.axes)
+        return (*of_gathers, *(axis for each in self.sums for axis in each.axes))
+
+    @property
     def scatters(self) -> tuple[Sum, ...]:
         """The sums that are scattered."""
         return tuple(each for each in self.sums if each.dimension is not None)

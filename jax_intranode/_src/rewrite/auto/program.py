@@ -5,6 +5,7 @@ Everything is read by the types of MLIR's Python bindings.
 """
 
 import contextlib
+import copy
 import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -89,13 +90,13 @@ class Program:
         if any(of != attribute for _, of in over_axes):
             raise Unsuitable(reasons.SEVERAL_MESHES)
         # JAX's caches take it for a module; a clone is of another class.
-        copy = ir.Module.parse(as_bytecode(module))
+        own = ir.Module.parse(as_bytecode(module))
         self.mesh_name = ir.StringAttr(chosen.attributes["sym_name"]).value
-        for each in [o for o in operations(copy.body) if o.name == "sdy.mesh"]:
+        for each in [o for o in operations(own.body) if o.name == "sdy.mesh"]:
             # JAX names the mesh of a shard_map's collectives again.
-            use_mesh(self.mesh_name, each, copy)
+            use_mesh(self.mesh_name, each, own)
         self._for_gpus = devices[0].platform == "gpu"
-        self.module = self._propagated(copy)
+        self.module = self._propagated(own)
         (self._main,) = functions_of(self.module).values()
         axes = [sdy.MeshAxisAttr(axis) for axis in attribute.axes]
         names, sizes = [axis.name for axis in axes], [axis.size for axis in axes]
@@ -131,6 +132,14 @@ class Program:
                 self.add_reshards(operation, [self.spec(operation.results[0])] * 3)
             elif operation.name == "func.return":
                 self.add_reshards(operation, of_results)
+
+    def copy(self) -> "Program":
+        """The same program, of which either is changed without the other."""
+        new = copy.copy(self)
+        new.module = ir.Module.parse(as_bytecode(self.module))
+        (new._main,) = functions_of(new.module).values()
+        new.added = {*self.added}
+        return new
 
     def add_reshards(self, operation: Any, specs: Sequence[Spec | None]) -> None:
         """Adds reshards of operands that are sharded otherwise than the operation takes them."""
@@ -172,9 +181,10 @@ class Program:
     def _refuse_unsuitable(self) -> None:
         """Raises if the program has something that a propagated copy may not keep."""
         for operation in walk(self._main):
-            for sharding in _all_per_value(operation):
+            if "sdy.sharding" in operation.attributes and operation.name != "func.func":
+                found = sdy.TensorShardingPerValueAttr(operation.attributes["sdy.sharding"])
                 # XLA's import may refuse them in a propagated program, and reshards otherwise.
-                if self._spec_of(sharding) is None:
+                if None in map(self._spec_of, found.shardings):
                     raise Unsuitable(reasons.PARTS_OF_AXES)
 
     def set_number(self, operation: Any) -> None:
@@ -303,9 +313,9 @@ class Program:
                 maker = owner(operation.operands[0])
                 if maker is not None and maker.name == operation.name:  # XLA makes one of both
                     return False
-        copy = self.module.operation.clone()
-        _run(_RESHARDS, copy)
-        return reshards == sum(each.name == "sdy.reshard" for each in walk(copy))
+        clone = self.module.operation.clone()
+        _run(_RESHARDS, clone)
+        return reshards == sum(each.name == "sdy.reshard" for each in walk(clone))
 
     def _repair(self) -> None:
         """Changes what XLA's import does not take of a propagated program."""
@@ -329,11 +339,12 @@ class Program:
 
         XLA ignores the shardings of ordinary operations. Constraints for all would not do, because
         XLA may use a sum in two shardings. In programs with loops, branches or barriers, none is
-        added: there XLA communicated more because of them.
+        added: there XLA communicated more because of them. Only these change in HLO once more.
         """
         constrains = not any(o.name in _OF_MANY_RESULTS for o in walk(self._main))
         for _ in range(3):
-            again = Counter(what for what, _ in self._sharded(self._propagated(self.module)))
+            new = self._propagated(self.module, as_it_is=constrains)
+            again = Counter(what for what, _ in self._sharded(new))
             if not again - wanted or not constrains:
                 return not again - wanted
             others = {what[:2] for what in again - wanted}
@@ -342,15 +353,19 @@ class Program:
                 if what in lost:
                     maker = result.owner.operation
                     uses = list(result.uses)
-                    new = self.constrained(result, what[-1], maker)
-                    new.owner.operation.move_after(maker)
+                    value = self.constrained(result, what[-1], maker)
+                    value.owner.operation.move_after(maker)
                     for use in uses:
-                        use.owner.operation.operands[use.operand_number] = new
+                        use.owner.operation.operands[use.operand_number] = value
         return False
 
-    def _propagated(self, module: Any) -> Any:
+    def _propagated(self, module: Any, as_it_is: bool = False) -> Any:
         """A copy of a module after propagation, from the form that XLA propagates."""
-        new = simplified.simplified(module, self._for_gpus)
+        if as_it_is:  # it has this form
+            new = ir.Module.parse(as_bytecode(module))
+            simplified.forget_shardings(new)
+        else:
+            new = simplified.simplified(module, self._for_gpus)
         _run(PIPELINE, new.operation)
         return new
 
@@ -410,12 +425,6 @@ def _constant_bytes(operation: Any) -> int:
     type_ = ir.RankedTensorType(operation.results[0].type)
     width = getattr(type_.element_type, "width", 128)  # complex numbers have none
     return math.prod(type_.shape) * width // 8
-
-
-def _all_per_value(operation: Any) -> list[Any]:
-    if operation.name == "func.func" or "sdy.sharding" not in operation.attributes:
-        return []
-    return list(sdy.TensorShardingPerValueAttr(operation.attributes["sdy.sharding"]).shardings)
 
 
 def _per_value(operation: Any, name: str, index: int) -> Any:

@@ -213,7 +213,7 @@ class _Rewriting:
         self, module: Any, name: str, devices: Any, platforms: tuple[str, ...], outcome: Outcome
     ):
         self._name = name
-        self._lowered, self._devices = module, devices
+        self._lowered = module
         self._call = divided[module]
         self._outcome = outcome
         self._program = Program(module, devices)
@@ -230,6 +230,7 @@ class _Rewriting:
     def run(self) -> None:
         """Rewrites the program; the outcome has its module if anything was replaced."""
         moves = (moves_on_cpus or self._on_gpus()) and not propagated_only
+        before = self._program.copy() if moves else self._program
         blocks = self._blocks(moves)
         has_plans = any(candidate.plan for *_, candidates in blocks for candidate in candidates)
         reason = None
@@ -238,25 +239,26 @@ class _Rewriting:
             reason = reason or agreement.reason_for_no_auto(
                 self._mesh, self._call, self._fingerprint
             )
-        if moves and reason is None and has_plans and not moves_on_cpus:
+        takes = has_plans and reason is None and not propagated_only
+        if moves and takes and not moves_on_cpus:
             for block, _, candidates in blocks:
                 self._overlapping(block, candidates)
-            if len(self._overlap) <= self._divided:
-                self._program = Program(self._lowered, self._devices)
-                self._bodies = Bodies(self._bodies.name, self._program, self._site)
-                blocks = self._blocks(False)
-        replacements: list[Any] = []
-        for block, manual_axes, candidates in blocks:
-            if has_plans and reason is None and not propagated_only:
-                replacements += self._rewrite_block(block, manual_axes, candidates)
-            else:
-                self._leave(candidates, reason or "for a test")
+            moves = len(self._overlap) > self._divided
+            if not moves:
+                blocks = self._start_again(before)
+        replacements = self._replaced(blocks, takes, reason)
+        is_kept = not (replacements or propagated_only) or self._finish()
+        if moves and not is_kept:
+            replacements = self._replaced(self._start_again(before), takes, reason)
+            is_kept = not replacements or self._finish()
         if replacements:
             text = json.dumps(sorted(replacements))
             same = self._mesh, self._call, self._fingerprint
             reason = agreement.same_everywhere(*same, text)
+        if reason is None and not is_kept:
+            reason = reasons.SHARDED_DIFFERENTLY
         if reason is None and (replacements or propagated_only):
-            reason = self._finish()
+            self._outcome.module = self._program.module
         if reason is None:
             self._log_totals()
             return
@@ -271,14 +273,30 @@ class _Rewriting:
         text = same_in_all_processes(self._lowered)
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
-    def _finish(self) -> str | None:
-        """Gives the outcome its module; returns why the program is left, or None."""
+    def _start_again(self, program: Program) -> list[Any]:
+        """The blocks of the program without moves."""
+        self._program = program
+        self._bodies = Bodies(self._bodies.name, program, self._site)
+        self._overlap, self._new_values, self._dead = set(), {}, []
+        self._calls = 0
+        self._outcome.records.clear()
+        return self._blocks(False)
+
+    def _replaced(self, blocks: Sequence[Any], takes: bool, reason: str | None) -> list[Any]:
+        """Replaces what it can in the blocks, if anything is taken; returns what identifies that."""
+        replacements: list[Any] = []
+        for block, manual_axes, candidates in blocks:
+            if takes:
+                replacements += self._rewrite_block(block, manual_axes, candidates)
+            else:
+                self._leave(candidates, reason or "for a test")
+        return replacements
+
+    def _finish(self) -> bool:
+        """Prepares the program for XLA; whether XLA shards it as it is."""
         for operation in reversed(self._dead):
             operation.erase()
-        if not self._program.keeps_shardings():
-            return reasons.SHARDED_DIFFERENTLY
-        self._outcome.module = self._program.module
-        return None
+        return self._program.keeps_shardings()
 
     def _log_totals(self) -> None:
         left = sum(record.reason is not None for record in self._outcome.records)
@@ -371,12 +389,8 @@ class _Rewriting:
         sources: tuple[str, ...] = (),
         copies: bool = False,
     ) -> None:
-        axes: dict[str, None] = dict.fromkeys(candidate.kind.axes)
-        if candidate.plan is not None:
-            steps: tuple[plans.Gather | plans.Sum, ...]
-            steps = (*candidate.plan.gathers, *candidate.plan.sums)
-            for step in steps:
-                axes.update(dict.fromkeys(step.axes))
+        plan = candidate.plan
+        axes = dict.fromkeys((*candidate.kind.axes, *(plan.axes if plan is not None else ())))
         around = names_around(candidate.operation)
         self._outcome.records.append(
             Record(

@@ -4,7 +4,6 @@ Where several shardings are possible, Shardy's choice depends on the form of the
 their order.
 """
 
-from collections.abc import Iterator
 from typing import Any
 
 from jax.extend.mlir import ir
@@ -85,11 +84,9 @@ def simplified(module: Any, for_gpus: bool) -> Any:
     for operation in manual:
         inline_calls(operation, functions)
     copy = ir.Module.parse(as_bytecode(module))
-    for index, operation in enumerate(list(_kept(copy))):
+    for index, operation in enumerate(walk(copy.operation, _is_kept)):
         _stand_in(operation, f"{_STAND_IN}{index}")
-    for operation in walk(copy.operation):
-        if "sdy.sharding" in operation.attributes:  # XLA ignores those of ordinary operations
-            del operation.attributes["sdy.sharding"]
+    forget_shardings(copy)
     for operation in operations(copy.body):
         if operation.name == "sdy.mesh":
             operation.erase()
@@ -121,7 +118,7 @@ def simplified(module: Any, for_gpus: bool) -> Any:
         if operation.name == "sdy.mesh":
             operation.clone(ip=ir.InsertionPoint.at_block_begin(new.body))
     _set_attributes(main, functions["main"])
-    originals = list(_kept(module))
+    originals = walk(module.operation, _is_kept)
     for operation in [o for o in walk(main) if o.name == "stablehlo.custom_call"]:
         target = ir.StringAttr(operation.attributes["call_target_name"]).value
         if target == _RESULTS:
@@ -132,6 +129,13 @@ def simplified(module: Any, for_gpus: bool) -> Any:
             _put_back(operation, originals[int(target.removeprefix(_STAND_IN))])
     _hoist_invariants(main)
     return new
+
+
+def forget_shardings(module: Any) -> None:
+    """Removes the shardings of ordinary operations, which XLA ignores."""
+    for operation in walk(module.operation):
+        if "sdy.sharding" in operation.attributes:
+            del operation.attributes["sdy.sharding"]
 
 
 def _make_ifs(main: Any) -> None:
@@ -258,19 +262,14 @@ def _is_results(operation: Any) -> bool:
     )
 
 
-def _kept(module: Any) -> Iterator[Any]:
-    """The operations that HLO does not have, or changes."""
-    todo = [block for o in operations(module.body) for block in inner_blocks(o)]
-    while todo:
-        for operation in operations(todo.pop()):
-            if (
-                operation.name.startswith("sdy.")
-                or operation.name == "stablehlo.custom_call"
-                or "replica_groups" in operation.attributes  # may name a mesh
-            ):
-                yield operation
-            else:
-                todo += inner_blocks(operation)
+def _is_kept(operation: Any) -> bool:
+    """Whether HLO does not have an operation, or changes it."""
+    name = operation.name
+    return (
+        (name.startswith("sdy.") and name != "sdy.mesh")
+        or name == "stablehlo.custom_call"
+        or "replica_groups" in operation.attributes  # may name a mesh
+    )
 
 
 def _stand_in(operation: Any, target: str) -> None:

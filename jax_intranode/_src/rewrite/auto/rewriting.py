@@ -276,14 +276,14 @@ class _Rewriting:
     def _start_again(self, program: Program) -> list[Any]:
         """The blocks of the program without moves."""
         self._program = program
-        self._bodies = Bodies(self._bodies.name, program, self._site)
+        self._bodies = Bodies(self._name.removeprefix("jit_"), program, self._site)
         self._overlap, self._new_values, self._dead = set(), {}, []
         self._calls = 0
         self._outcome.records.clear()
         return self._blocks(False)
 
     def _replaced(self, blocks: Sequence[Any], takes: bool, reason: str | None) -> list[Any]:
-        """Replaces what it can in the blocks, if anything is taken; returns what identifies that."""
+        """Replaces what it can in the blocks if it takes any; returns what identifies that."""
         replacements: list[Any] = []
         for block, manual_axes, candidates in blocks:
             if takes:

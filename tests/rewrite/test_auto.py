@@ -696,7 +696,7 @@ def test_matmuls_that_overlap_are_not_left(
     assert after["jax_intranode_psum_scatter"] == after["jax_intranode_all_gather"] == 2
     assert after["all-gather"] == after["reduce-scatter"] == 0
     jax.clear_caches()
-    monkeypatch.setattr(rewriting.moved, "move", lambda _: None)
+    monkeypatch.setattr(rewriting.moved, "move", lambda _: 0)
     monkeypatch.setattr(rewriting.moved, "share", lambda *_: False)
     _, after = check(f, *args)
     assert after == found and of_xla(after) > 1

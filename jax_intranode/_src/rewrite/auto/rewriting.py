@@ -271,7 +271,6 @@ class _Rewriting:
     def _start_again(self, program: Program) -> list[Any]:
         """The blocks of the program without moves."""
         self._program = program
-        self._bodies = Bodies(self._name.removeprefix("jit_"), program, self._site)
         self._overlap, self._new_values, self._dead = set(), {}, []
         self._calls = 0
         self._outcome.records.clear()

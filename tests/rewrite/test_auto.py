@@ -702,6 +702,18 @@ def test_matmuls_that_overlap_are_not_left(
     assert after == found and of_xla(after) > 1
 
 
+def test_a_program_is_converted_to_hlo_once(as_on_gpus: Any) -> None:
+    """Not again without the moves, where no matmul overlaps, nor to be propagated again."""
+    as_on_gpus(0)
+    f, *args = gated_step()
+    with (
+        jax_intranode.accelerate(auto=True),
+        mock.patch.object(hlo, "through_hlo", wraps=hlo.through_hlo) as converted,
+    ):
+        jax.jit(f).lower(*args)
+    assert converted.call_count == 1
+
+
 @pytest.mark.parametrize(("most", "left"), [(3 << 10, 2), (4 << 10, 0)])
 def test_gathers_that_xla_combines_are_judged_as_one(most: int, left: int, as_on_gpus: Any) -> None:
     """Those of parameters, of which only the second can run next to a matmul."""

@@ -274,27 +274,23 @@ class Accepted:
 
     def equations(self) -> Sequence[Any]:
         """The equations, with the operations in the place of others."""
-        if not self._operations:
-            return self._flow.equations
-        return _replaced(self._flow, self._operations)
-
-
-def _replaced(flow: Dataflow, accepted: Sequence[_Accepted]) -> list[Any]:
-    """The equations, with operations in the place of others."""
-    owner = {p: k for k, (fusion, _) in enumerate(accepted) for p in fusion.removed}
-    dead = _dead_layouts(flow, accepted, owner)
-    order = Waiting()
-    for k, (fusion, _) in enumerate(accepted):
-        order.expect(fusion.results, k)
-    for position, equation in enumerate(flow.equations):
-        owned_by = owner.get(position)
-        if owned_by is not None:
-            fusion, equations = accepted[owned_by]
-            if position == fusion.last:
-                order.run([owned_by], equations)
-        elif position not in dead:
-            order.emit(equation)
-    return order.emitted
+        flow, accepted = self._flow, self._operations
+        if not accepted:
+            return flow.equations
+        owner = {p: k for k, (fusion, _) in enumerate(accepted) for p in fusion.removed}
+        dead = _dead_layouts(flow, accepted, owner)
+        order = Waiting()
+        for k, (fusion, _) in enumerate(accepted):
+            order.expect(fusion.results, k)
+        for position, equation in enumerate(flow.equations):
+            owned_by = owner.get(position)
+            if owned_by is not None:
+                fusion, equations = accepted[owned_by]
+                if position == fusion.last:
+                    order.run([owned_by], equations)
+            elif position not in dead:
+                order.emit(equation)
+        return order.emitted
 
 
 def _dead_layouts(

@@ -7,6 +7,7 @@ import logging
 import threading
 from collections.abc import Callable
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -94,13 +95,8 @@ def _hook(auto: bool) -> None:
         distributed.say(call, "yes")
 
 
-class _Installed:
-    """Whether `install` was called with `auto`."""
-
-    auto = False
-
-
-_installed = _Installed()
+# Whether `install` was called with `auto`.
+_installed = SimpleNamespace(auto=False)
 
 
 class _Depth(threading.local):

@@ -115,12 +115,16 @@ class Program:
         self.decisions: dict[Any, Any] = {}
         for operation in walk(self._main):
             self.set_number(operation)
+            # XLA's import may refuse parts of axes in a propagated program, and reshards otherwise.
+            if "sdy.sharding" in operation.attributes and operation.name != "func.func":
+                found = sdy.TensorShardingPerValueAttr(operation.attributes["sdy.sharding"])
+                if None in map(self._spec_of, found.shardings):
+                    raise Unsuitable(reasons.PARTS_OF_AXES)
         self._arguments = {
             index: attributes["sdy.sharding"]
             for index, attributes in enumerate(self._main.opview.arg_attrs)
             if "sdy.sharding" in attributes
         }
-        self._refuse_unsuitable()
         # The numbers of reshards of operands, which XLA adds, but propagation does not.
         self.added: set[int] = set()
         of_results = [
@@ -177,15 +181,6 @@ class Program:
             operation.attributes["sharding"] = new
         else:
             operation.attributes["sdy.sharding"] = sdy.TensorShardingPerValueAttr.get([new])
-
-    def _refuse_unsuitable(self) -> None:
-        """Raises if the program has something that a propagated copy may not keep."""
-        for operation in walk(self._main):
-            if "sdy.sharding" in operation.attributes and operation.name != "func.func":
-                found = sdy.TensorShardingPerValueAttr(operation.attributes["sdy.sharding"])
-                # XLA's import may refuse them in a propagated program, and reshards otherwise.
-                if None in map(self._spec_of, found.shardings):
-                    raise Unsuitable(reasons.PARTS_OF_AXES)
 
     def set_number(self, operation: Any) -> None:
         """Gives an operation a new number."""

@@ -6,12 +6,12 @@ anything here goes wrong, or if XLA refuses the copy.
 """
 
 import contextlib
+import contextvars
 import dataclasses
 import hashlib
 import json
 import logging
 import math
-import threading
 import weakref
 from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
@@ -117,13 +117,8 @@ _outcomes: weakref.WeakKeyDictionary[Any, dict[Any, Outcome]] = weakref.WeakKeyD
 divided: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
 
 
-class _Explaining(threading.local):
-    """Whether this thread is in `explaining`."""
-
-    value = False
-
-
-_explaining = _Explaining()
+# Whether this thread is in `explaining`.
+_explaining = contextvars.ContextVar("explaining", default=False)
 
 
 def rewrite_program(module: Any, devices: Sequence[Any], platforms: Sequence[str]) -> Any:
@@ -149,7 +144,7 @@ def outcome_of(module: Any, devices: Sequence[Any], platforms: Sequence[str]) ->
     if key not in known:
         with mode.enabled(mode.PART):
             known[key] = _rewritten(module, tuple(devices), tuple(platforms))
-    if not _explaining.value:
+    if not _explaining.get():
         missed = [r for r in known[key].records if reasons.is_missed(r.reason)]
         fallback.refuse_missed(
             "Collectives that XLA's partitioner adds",
@@ -162,11 +157,11 @@ def outcome_of(module: Any, devices: Sequence[Any], platforms: Sequence[str]) ->
 @contextlib.contextmanager
 def explaining() -> Iterator[None]:
     """What this thread lowers inside is shown, and no error of JAX_INTRANODE_STRICT=1."""
-    before, _explaining.value = _explaining.value, True
+    before = _explaining.set(True)
     try:
         yield
     finally:
-        _explaining.value = before
+        _explaining.reset(before)
 
 
 def forget(module: Any) -> None:
@@ -276,7 +271,6 @@ class _Rewriting:
     def _start_again(self, program: Program) -> list[Any]:
         """The blocks of the program without moves."""
         self._program = program
-        self._bodies = Bodies(self._name.removeprefix("jit_"), program, self._site)
         self._overlap, self._new_values, self._dead = set(), {}, []
         self._calls = 0
         self._outcome.records.clear()

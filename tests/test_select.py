@@ -227,3 +227,12 @@ def test_digest_changes_with_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(table, "TABLE", changed)
         digests.add(select.digest())
     assert len(digests) == 1 + len(other)
+
+
+def test_group_larger_than_any_measured_falls_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As after a change of kMaxRanks alone."""
+    monkeypatch.setattr(definitions, "MAX_WORLD_SIZE", 16)
+    for setup, operation in itertools.product(SETUPS, OPERATIONS):
+        for algorithm in ("auto", "one_shot"):
+            chosen = choose(setup, 16, 512, "float32", operation, algorithm=algorithm)
+            assert chosen.algorithm == "lax" and "16 ranks" in chosen.reason

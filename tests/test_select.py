@@ -229,10 +229,8 @@ def test_digest_changes_with_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(digests) == 1 + len(other)
 
 
-def test_group_larger_than_any_measured_falls_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As after a change of kMaxRanks alone."""
-    monkeypatch.setattr(definitions, "MAX_WORLD_SIZE", 16)
-    for setup, operation in itertools.product(SETUPS, OPERATIONS):
-        for algorithm in ("auto", "one_shot"):
-            chosen = choose(setup, 16, 512, "float32", operation, algorithm=algorithm)
-            assert chosen.algorithm == "lax" and "16 ranks" in chosen.reason
+def test_a_group_takes_the_rows_of_the_next_larger_one() -> None:
+    for (*where, world), rows in table.TABLE.items():
+        of_smaller = [size for *at, size in table.TABLE if at == where and size < world]
+        for size in range(max(of_smaller, default=1) + 1, world + 1):
+            assert table.rows(*where, size) == rows

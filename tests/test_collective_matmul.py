@@ -114,23 +114,6 @@ def test_the_gathered_array_is_a_result(check_vma: bool) -> None:
     same(program(ours)(x, w), program(theirs)(x, w))
 
 
-@BOTH
-def test_over_two_axes_of_a_mesh(check_vma: bool) -> None:
-    need_devices(4)
-    mesh = make_mesh((2, 2), ("a", "b"), (2, 0, 3, 1))
-
-    def program(lib: Any) -> Any:
-        def body(x: Any, w: Any, r: Any) -> Any:
-            y = lib.all_gather_matmul(x, w, ("b", "a"))  # w varies over one of them
-            z = lib.matmul_reduce_scatter(y, r, ("b", "a"))
-            return z + lib.matmul_reduce_scatter(lib.all_gather_matmul(x, r, "a"), w, "a")
-
-        specs = (P(("b", "a")), P("a"), P())
-        return with_gradients(sharded(body, mesh, specs, P(("b", "a")), check_vma), (0, 1, 2))
-
-    like_lax(program, *values((8, 3), (6, 3), (3, 3)))
-
-
 def test_results_that_vary_over_different_axes() -> None:
     """The types are lax's: a result that does not vary over "a" may be replicated over it."""
     need_devices(4)

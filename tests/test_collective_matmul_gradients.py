@@ -74,18 +74,6 @@ def test_collectives_of_gradients(
         assert collectives(tangent, *args) == {key: 2 * k for key, k in forward.items()}, by
 
 
-@BOTH
-def test_gathered_result_adds_no_collective(check_vma: bool) -> None:
-    """Its cotangent is summed together with those of the products."""
-
-    def body(x: Any, w: Any) -> Any:
-        ys, whole = all_gather_matmul(x, [w, w], "x", return_gathered=True)
-        return ys[0] * ys[1] * whole[:, :1]
-
-    f = with_gradients(over_x(body, (P("x"), P(None, "x")), P("x"), check_vma), (0, 1))
-    assert collectives(f, *values((2 * N, 5), (5, 3 * N))) == {GATHER: 1, SCATTER: 1}
-
-
 # Both gradients as one equation.
 
 BOTH_OF_GATHER = "intranode_gradients_of_all_gather_matmul"

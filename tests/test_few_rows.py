@@ -82,18 +82,6 @@ def test_a_slot_for_every_rank_has_to_fit() -> None:
     assert selected(n=2048, **column).algorithm == "few_rows"  # nothing is sent
 
 
-def test_what_was_faster() -> None:
-    """Sums of up to 64 rows with matrices of 8 to 64 MB, and one row with a matrix of 16 MB."""
-    for k, n in ((2048, 4096), (7168, 4096), (4096, 8192), (1024, 4096)):
-        assert limit(k, n) == 64
-    assert limit(4096, 8200) == limit(1024, 4088) == 0
-    column = {"operation": "column_parallel_matmul"}
-    assert selected(1, 4096, 2048, **column).measured
-    for rows, n in ((2, 2048), (1, 7168), (1, 512)):
-        assert selected(rows, 4096, n, **column).algorithm == "lax"
-    assert selected(world_size=4).algorithm == "lax"
-
-
 # Programs, where dots and our psum stand in for the kernel.
 
 

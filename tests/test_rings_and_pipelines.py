@@ -11,10 +11,11 @@ from cases import line, sharded, shift
 from devices import need_devices
 from jax import lax
 from jax.sharding import PartitionSpec as P
+from tiers import full
 
 import jax_intranode
 
-WORLDS = [2, 4]
+WORLDS = [full(2), 4]
 
 
 def our_calls(f: Callable[..., Any], *args: Any) -> set[tuple[str, str]]:
@@ -52,7 +53,7 @@ def attention(q: Any, k: Any, v: Any) -> Any:
 
 
 @jax.default_matmul_precision("highest")
-@pytest.mark.parametrize("check_vma", [True, False])
+@pytest.mark.parametrize("check_vma", [True, full(False)])
 @pytest.mark.parametrize("n", WORLDS)
 def test_ring_attention(n: int, check_vma: bool) -> None:
     need_devices(n)
@@ -115,7 +116,7 @@ def pipelined(weights: Any, batches: Any, n: int) -> Any:
 
 
 @jax.default_matmul_precision("highest")
-@pytest.mark.parametrize("remat", [False, True])
+@pytest.mark.parametrize("remat", [full(False), True])
 @pytest.mark.parametrize("n", WORLDS)
 def test_a_pipeline(n: int, remat: bool) -> None:
     need_devices(n)

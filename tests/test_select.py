@@ -190,38 +190,6 @@ def test_segments_fit_and_are_no_more_than_needed(setup: tuple[str, str], operat
             )
 
 
-def test_no_segments_on_a_hybrid_cube_mesh() -> None:
-    mesh = {"topology": "hybrid_cube_mesh", "segment_bytes": 1 << 20}
-    for tuned in (None, table.Tuned({("multi", "psum", "bare", 8): ()}, "node.json")):
-        chosen = choose(("hopper", "multi"), 8, 1 << 30, "bfloat16", tuned=tuned, **mesh)
-        assert chosen.algorithm == "lax" and "faster than lax" in chosen.reason
-
-
-@pytest.mark.parametrize(
-    ("changed", "says"),
-    [
-        ({"algorithm": "lax"}, "JAX_INTRANODE_ALGORITHM=lax"),
-        ({"nbytes": 0}, "psum of no elements"),
-        ({"world_size": 1}, "one rank"),
-        ({"world_size": 9}, "9 ranks; at most 8"),
-        ({"world_size": 16, "algorithm": "one_shot"}, "16 ranks; at most 8"),
-        ({"dtype": "int16"}, "dtype int16; supported are float32, bfloat16"),
-        ({"dtype": "complex64"}, "dtype complex64"),
-        ({"dtype": "bool"}, "dtype bool"),
-        ({"nbytes": 1 << 30}, "faster than lax"),
-        ({"epoch_buffer_bytes": 16}, "JAX_INTRANODE_SLAB_MIB"),
-    ],
-)
-def test_reasons_for_lax(changed: dict[str, object], says: str) -> None:
-    arguments = {
-        "nbytes": 400, "dtype": "float32", "world_size": 4, "hardware": "hopper", "mode": "multi",
-        "epoch_buffer_bytes": 1 << 20, **changed,
-    }  # fmt: skip
-    chosen = select.select("psum", **arguments)
-    assert chosen.algorithm == "lax"
-    assert says in chosen.reason
-
-
 def test_table_is_well_formed() -> None:
     for (hardware, mode, operation, packets, world), rows in table.TABLE.items():
         assert (hardware, mode) in SETUPS and world in WORLDS
@@ -259,3 +227,10 @@ def test_digest_changes_with_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(table, "TABLE", changed)
         digests.add(select.digest())
     assert len(digests) == 1 + len(other)
+
+
+def test_a_group_takes_the_rows_of_the_next_larger_one() -> None:
+    for (*where, world), rows in table.TABLE.items():
+        of_smaller = [size for *at, size in table.TABLE if at == where and size < world]
+        for size in range(max(of_smaller, default=1) + 1, world + 1):
+            assert table.rows(*where, size) == rows

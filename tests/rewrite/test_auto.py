@@ -148,6 +148,24 @@ def test_gathers_and_sums_next_to_matmuls(monkeypatch: pytest.MonkeyPatch) -> No
     assert sorted(sent) == [((1, 8 // (N // 2), 16),)] * 2 + [((1, 8, 16),)] * 2
 
 
+def test_moves_that_xla_would_undo(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A program that XLA would shard otherwise after moves is rewritten without them."""
+    f, *args = gated_step()
+    _, wanted = check(f, *args)
+    jax.clear_caches()
+    keeps = rewriting.Program.keeps_shardings
+    kept: list[bool] = []
+
+    def only_without_moves(self: Any) -> bool:
+        kept.append(keeps(self) and bool(kept))
+        return kept[-1]
+
+    monkeypatch.setattr(rewriting, "moves_on_cpus", True)
+    monkeypatch.setattr(rewriting.Program, "keeps_shardings", only_without_moves)
+    _, after = check(f, *args)
+    assert kept == [False, True] and after == wanted
+
+
 def test_rows_behind_large_sums_are_divided(monkeypatch: pytest.MonkeyPatch) -> None:
     """A tensor-parallel stack sends what a sequence-parallel one sends, where sums are large."""
     mesh = two_axes()

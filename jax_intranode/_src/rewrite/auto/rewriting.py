@@ -252,9 +252,9 @@ class _Rewriting:
             reason = agreement.same_everywhere(*same, text)
         if reason is None and not is_kept:
             reason = reasons.SHARDED_DIFFERENTLY
-        if reason is None and (replacements or propagated_only):
-            self._outcome.module = self._program.module
         if reason is None:
+            if replacements or propagated_only:
+                self._outcome.module = self._program.module
             self._log_totals()
             return
         self._outcome.reason = reason

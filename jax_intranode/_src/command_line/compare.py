@@ -36,7 +36,6 @@ import numpy as np
 import jax_intranode
 from jax_intranode._src.command_line.launcher import all_ranks
 from jax_intranode._src.jax_private import trace_state
-from jax_intranode._src.ops.ragged_all_to_all import lower_lax_on_cpu
 from jax_intranode._src.report import calls
 from jax_intranode._src.rewrite import mode
 
@@ -54,7 +53,6 @@ def start(steps: int, accelerate: Callable[[], Any] = jax_intranode.accelerate) 
         accelerate: returns the context of accelerated calls.
     """
     global _current
-    lower_lax_on_cpu()  # the plain programs run on all devices on which the accelerated ones do
     _current = Comparison(steps, accelerate)
     _current.patch()
     return _current

@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from jax._src import dispatch
-from jax._src.interpreters import partial_eval
+from jax._src.interpreters import mlir, partial_eval
 from jax.extend.core import Primitive, Var
 from jax.interpreters import batching
 
@@ -17,6 +17,26 @@ def lower_with_devices(primitive: Primitive) -> None:
     meshes.
     """
     dispatch.prim_requires_devices_during_lowering.add(primitive)
+
+
+def lower_otherwise(
+    primitive: Primitive,
+    platform: str,
+    function: Callable[..., Any],
+    where: Callable[[Sequence[Any], Sequence[str]], bool] = lambda avals, platforms: True,
+) -> None:
+    """Lowers a function in place of a primitive on a platform.
+
+    `where` tells of the types of its operands and the platforms of the program whether it does.
+    """
+    default = mlir._lowerings[primitive].rule
+    otherwise = mlir.lower_fun(function, multiple_results=False)
+
+    def rule(ctx: Any, *xs: Any, **params: Any) -> Any:
+        lowered = otherwise if where(ctx.avals_in, ctx.module_context.platforms) else default
+        return lowered(ctx, *xs, **params)
+
+    mlir.register_lowering(primitive, rule, platform)
 
 
 # needed(used_results, params) -> (needed_operands, params of the equation with these results only).

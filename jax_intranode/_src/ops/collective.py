@@ -48,10 +48,6 @@ class Params:
         """What jax.lax computes instead of the primitive."""
         raise NotImplementedError
 
-    def lax_runs_it(self, site: LoweringSite) -> bool:
-        """Whether jax.lax can run it where it is lowered."""
-        return True
-
     def of_some(self, chosen: Sequence[int]) -> "Params":
         """The parameters of a call of some of the arrays, by their positions."""
         return self

@@ -13,6 +13,7 @@ from jax.interpreters import ad, mlir
 from jax.typing import ArrayLike
 
 from jax_intranode._src import reasons
+from jax_intranode._src.jax_private import primitive_rules
 from jax_intranode._src.jax_private.lax_collectives import LaxCollective
 from jax_intranode._src.native import definitions
 from jax_intranode._src.ops import collective, fallback
@@ -32,24 +33,15 @@ class RaggedParams(Params):
     Attributes:
         groups: its axis_index_groups.
         world_size: number of ranks of a group.
-        by_gather: whether all-gathers take the place of lax, where that can't run it.
         rows: of the gradient: the rows of the operand.
     """
 
     groups: tuple[tuple[int, ...], ...] | None
     world_size: int
-    by_gather: bool = True
     rows: int = 0
 
     def by_lax(self, xs: Sequence[Any]) -> list[Any]:
-        if self.by_gather:
-            return [_by_gather(self, *xs)]
         return [lax.ragged_all_to_all(*xs, axis_name=self.axes, axis_index_groups=self.groups)]
-
-    def lax_runs_it(self, site: LoweringSite) -> bool:
-        devices = () if site.mesh is None else site.mesh.devices.flat
-        processes = len({d.process_index for d in devices}) or jax.process_count()
-        return _lax_runs_it(site.platforms, processes)
 
     @classmethod
     def of_lax(cls, of: LaxCollective, world_size: int) -> Params:
@@ -132,7 +124,7 @@ def ragged_all_to_all(
         reason = reasons.NOT_AN_ARRAY
     if reason is not None:
         with fallback.to_lax("ragged_all_to_all", reason):
-            return _checked(xs, axes, groups).by_lax(xs)[0]
+            return _by_gather(_checked(xs, axes, groups), *xs)
     params = _checked(xs, axes, groups)
     over = set(axes).union(*(jax.typeof(x).manual_axis_type.varying for x in xs))
     xs = [collective.varying(x, sorted(over, key=str)) for x in xs]
@@ -141,24 +133,16 @@ def ragged_all_to_all(
     return result
 
 
-def by_lax_or_gathers(*xs: Any, axis_name: Hashable) -> Any:
-    """What runs it where this package has no kernel. Inside shard_map over all devices."""
-    by_gather = not _lax_runs_it((jax.default_backend(),), jax.process_count())
-    return replace(_checked(xs, (axis_name,), None), by_gather=by_gather).by_lax(xs)[0]
+def _lax_by_gathers(*xs: Any, axis_name: Any, axis_index_groups: Any) -> Any:
+    return _by_gather(_checked(xs, axis_name, axis_index_groups), *xs)
 
 
-def lower_lax_on_cpu() -> None:
-    """Lets jax.lax.ragged_all_to_all run on CPU devices in this process, by all-gathers."""
-
-    def by_gathers(*xs: Any, axis_name: Any, axis_index_groups: Any) -> Any:
-        return _checked(xs, axis_name, axis_index_groups).by_lax(xs)[0]
-
-    mlir.register_lowering(lax.ragged_all_to_all_p, mlir.lower_fun(by_gathers, False), "cpu")
-
-
-def _lax_runs_it(platforms: Sequence[str], processes: int) -> bool:
-    # Until 0.11 XLA needs all devices in one process.
-    return "cpu" not in platforms and (processes == 1 or jax.__version_info__ >= (0, 12))
+def _gpus_need_gathers(avals: Sequence[Any], platforms: Sequence[str]) -> bool:
+    # Until 0.11 XLA needs all devices in one process, and crashes if there are no rows. JAX exports
+    # no program with XLA's operation.
+    is_empty = any(aval.size == 0 for aval in avals)
+    in_processes = jax.__version_info__ < (0, 12) and jax.process_count() > 1
+    return is_empty or in_processes or len(platforms) > 1
 
 
 def _checked(xs: Sequence[Any], axes: Any, groups: Any) -> RaggedParams:
@@ -295,9 +279,7 @@ def _decide(site: LoweringSite, avals: Sequence[Any], params: RaggedParams) -> D
 
     def lower(ctx: Any, *xs: Any) -> list[Any]:
         if selected.algorithm == "lax":
-            is_empty = any(aval.size == 0 for aval in avals)  # XLA of jax 0.11 crashes on GPUs
-            by_lax = replace(params, by_gather=is_empty or not params.lax_runs_it(site))
-            return collective.lower_to_lax(ctx, ragged_all_to_all_p, xs, by_lax, selected)
+            return collective.lower_to_lax(ctx, ragged_all_to_all_p, xs, params, selected)
         types, operands = list(avals), list(xs)
         for i, aval in enumerate(avals[2:], 2):
             if aval.dtype != np.int32:
@@ -477,10 +459,15 @@ def _batch(
 
 def _by_lax(primitive: OpPrimitive, params: RaggedParams, *xs: Any) -> list[Any]:
     if primitive is ragged_all_to_all_p:
-        return params.by_lax(xs)
-    return [_sum_of_reads(lambda *vs, params: params.by_lax(vs), params, *xs)]
+        return [_by_gather(params, *xs)]
+    return [_sum_of_reads(lambda *vs, params: [_by_gather(params, *vs)], params, *xs)]
 
 
+# Where XLA has none, all-gathers take its place, also in programs that call lax.
+primitive_rules.lower_otherwise(lax.ragged_all_to_all_p, "cpu", _lax_by_gathers)
+primitive_rules.lower_otherwise(
+    lax.ragged_all_to_all_p, "cuda", _lax_by_gathers, where=_gpus_need_gathers
+)
 ragged_all_to_all_p.register(
     abstract_eval=_abstract_eval,
     decide=_decide,

@@ -169,14 +169,13 @@ def _reason_to_leave(
 ) -> str | None:
     """Why no operation can take the place of a collective; None if one may."""
     axes = collective.axes
-    is_ragged = RECORDS[collective.operation].ragged  # it takes what lax might not run
-    if collective.index_groups is not None and not is_ragged:
+    if collective.index_groups is not None:
         return reasons.INDEX_GROUPS
     if collective.over_vmap:
         return reasons.AXES_OF_VMAP_TOO
     if len(set(axes)) < len(axes):
         return reasons.AXIS_TWICE.of(axes=reasons.names(axes))
-    if any(v.aval.size == 0 for v in equation.invars) and not is_ragged:
+    if any(v.aval.size == 0 for v in equation.invars):
         return reasons.EMPTY.of(operation=collective.operation)
     if equation_kinds.is_placed(equation):
         return reasons.PLACED
@@ -200,7 +199,7 @@ def _reason_of_selection(equation: Any, choice: Choice, body: Body) -> str | Non
     for operation in choice.primitive.decide(body.site, avals, choice.params).operations():
         selected = operation.selected
         if selected.algorithm == "lax":
-            return selected.reason if choice.params.lax_runs_it(body.site) else None
+            return selected.reason
         if not selected.measured:
             return reasons.NOT_TUNED.of(reason=selected.reason)
     return None

@@ -20,7 +20,6 @@ from jax_intranode._src.jax_private import (
     trace_state,
 )
 from jax_intranode._src.ops.lowering_site import LoweringSite, device_ids
-from jax_intranode._src.ops.ragged_all_to_all import lower_lax_on_cpu
 from jax_intranode._src.rewrite import agreement, dataflow, mode
 from jax_intranode._src.rewrite.auto import rewriting
 from jax_intranode._src.rewrite.auto.program import PIPELINE
@@ -88,7 +87,6 @@ def _hook(auto: bool) -> None:
         propagates = False
         _log.warning("Programs over Explicit axes are left to XLA: %s", error)
     lowering_hooks.hook_lowering(_rewrite_body, _lower_program)
-    lower_lax_on_cpu()  # what is left to lax
     if propagates:
         lowering_hooks.hook_programs(rewriting.rewrite_program, rewriting.forget)
     for call in list(agreement.CALLS)[: 1 + auto]:

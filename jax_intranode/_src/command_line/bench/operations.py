@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import jax
@@ -10,7 +9,6 @@ from jax import lax
 
 import jax_intranode
 from jax_intranode._src.operations import COLLECTIVE, RECORDS, Record, of_kind
-from jax_intranode._src.ops.ragged_all_to_all import by_lax_or_gathers
 
 # Collectives.
 
@@ -69,10 +67,6 @@ class Operation:
         return passes * (n - 1) / n
 
 
-# Where jax.lax can't run it, all-gathers do.
-_LAX_OR_GATHERS = SimpleNamespace(psum=lax.psum, ragged_all_to_all=by_lax_or_gathers)
-
-
 def _call(steps: Sequence[Record]) -> Callable[[Any, list[Any]], list[Any]]:
     """Calls one after the other.
 
@@ -83,8 +77,7 @@ def _call(steps: Sequence[Record]) -> Callable[[Any, list[Any]], list[Any]]:
     def call(library: Any, xs: list[Any]) -> list[Any]:
         for step in steps:
             assert step.call is not None  # all collectives have one
-            is_lax = step.ragged and library is lax
-            xs = step.call(_LAX_OR_GATHERS if is_lax else library, xs)
+            xs = step.call(library, xs)
             if step.gathers or len(steps) > 1:
                 xs = jax.lax.optimization_barrier(xs)
         return xs

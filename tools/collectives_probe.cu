@@ -44,7 +44,7 @@ namespace jax_intranode {
 // The probe has only the kernels that it runs.
 const void* FlaggedKernel(Algorithm, ElementType, int, CallKind, bool) { return nullptr; }
 const void* FlaggedPermuteKernel(bool) { return nullptr; }
-const void* RaggedKernel(bool) { return nullptr; }
+const void* RaggedKernel(bool, bool) { return nullptr; }
 const void* ExpertsKernel(Algorithm, ElementType, int) { return nullptr; }
 const void* NormKernel(ElementType, int, bool) { return nullptr; }
 

@@ -84,8 +84,8 @@ cudaError_t Launch(const DeviceOperation& o, const DeviceGroup& group, const Rag
                               uint64_t{call.row_bytes}, uint64_t{call.updates}}) {
     digest = digest * 1000003 + part;
   }
-  return LaunchKernel(RaggedKernel(IsBare(o)), o, group, OperationWordOfDigest(o.algorithm, digest),
-                      &call, stream);
+  return LaunchKernel(RaggedKernel(IsBare(o), group.size == 2 && call.updates == 1), o, group,
+                      OperationWordOfDigest(o.algorithm, digest), &call, stream);
 }
 
 cudaError_t Launch(const DeviceOperation& o, const DeviceGroup& group, const ExpertsCall& call,

@@ -44,7 +44,7 @@ const void* FlaggedKernel(Algorithm algorithm, ElementType type, int size, CallK
                           bool in_segments);
 const void* BarePermuteKernel(bool aligned);
 const void* FlaggedPermuteKernel(bool aligned);
-const void* RaggedKernel(bool bare);                                         // ragged.cu
+const void* RaggedKernel(bool bare, bool one_of_two);                        // ragged.cu
 const void* ExpertsKernel(Algorithm algorithm, ElementType type, int size);  // experts.cu
 const void* NormKernel(ElementType type, int size, bool aligned);
 

@@ -4,8 +4,9 @@
 // A call is one operation of group.h: its blocks send packets to all blocks of their number, so the
 // argument there holds, and the call takes one epoch, whatever the sizes are. In that epoch each
 // rank sends to each other rank
-//   notices   for each update its rows and their places, to each block. A block keeps the updates
-//             that it sends and those that it receives in a table of its own.
+//   notices   for each update its rows, their places and its end in the stream, to each block. A
+//             block keeps the updates that it sends and those that it receives in a table of its
+//             own.
 //   a stream  the packs of the updates, one after another; each update begins with a new pack. An
 //             empty update has none.
 // How long a stream is follows from the notices, so its two ranks know it. Other ranks need not.
@@ -44,6 +45,9 @@
 
 namespace jax_intranode {
 
+// Of so many updates for a rank, or received ones, a thread goes through all.
+constexpr int kSummed = 8, kCompared = 16;
+
 // What a block knows of the updates that a rank sends and receives: for each rank and update.
 template <int kMost>
 struct RaggedTableOf {
@@ -56,7 +60,9 @@ struct RaggedTableOf {
     uint32_t end[kMost];    // the pack after its last one, in the stream between two ranks
   };
   Updates sent, received;
-  bool covered[kMost];  // whether a later one overwrites a part of this received one
+  bool covered[kMost];                         // a later one overwrites a part of this received one
+  uint32_t sums[kMost / kSummed + kMaxRanks];  // packs of so many updates for a rank
+  uint32_t unordered[2];                       // whether places of received ones do not ascend
 };
 using RaggedTable = RaggedTableOf<kMaxUpdates>;
 
@@ -85,7 +91,8 @@ JIN_FN void ClearTaken(const G& g, int to, int block) {
   Store(TakenOf(g, g.rank, to, block), 0);
 }
 
-template <class Type, class PacketsOfType>
+// N, K: the ranks and the updates for each, where they are known when compiling, or 0.
+template <class Type, class PacketsOfType, int N = 0, uint32_t K = 0>
 struct Ragged {
   using Packets = PacketsOfType;
 
@@ -98,8 +105,7 @@ struct Ragged {
     const uint32_t window = c.window > stride ? c.window - c.window % stride : c.window;
     // On CPU devices a rank that waits gives up its thread: it sends all that there is room for.
     const uint32_t ahead = window < stride || stride == 1 ? window : stride;
-    const Body<Thread, G, Table> body{
-        t, g, c, table, epoch, window, ahead, NoticeBytes(g.size, t.Blocks(), c.updates)};
+    const Body<Thread, G, Table> body{t, g, c, table, epoch, window, ahead};
     uint32_t places = *step > 2 ? body.Places() : 0;
     for (;; ++*step) {
       bool done = true;
@@ -134,20 +140,26 @@ struct Ragged {
     Table& table;
     const uint32_t epoch;
     const uint32_t window, ahead;  // packs
-    const size_t notice_bytes;
 
-    JIN_FN int Count() const { return g.size * static_cast<int>(c.updates); }
+    JIN_FN int Size() const { return N > 0 ? N : g.size; }
+    JIN_FN int Each() const { return static_cast<int>(K > 0 ? K : c.updates); }
+    JIN_FN int Count() const { return Size() * Each(); }
+    // i / Each(), but faster: the error is less than kMaxUpdates / 2^20.
+    JIN_FN int RankOf(int i) const {
+      static_assert(kMaxUpdates <= 1 << 10);
+      return K == 1 ? i : static_cast<int>(i * ((1u << 20) / Each() + 1) >> 20);
+    }
     // The packs of the stream to or from a rank.
     JIN_FN uint32_t PacksWith(const Updates& of, int peer) const {
-      return of.end[(peer + 1) * c.updates - 1];
+      return of.end[(peer + 1) * Each() - 1];
     }
     JIN_FN char* Notices(int of_rank, int from) const {
       const size_t slot = SlotOf(from, of_rank) * t.Blocks() + t.Block();
-      return g.EpochBuffer(of_rank, epoch) + slot * c.updates * FlaggedPackets::kBytes;
+      return g.EpochBuffer(of_rank, epoch) + slot * Each() * FlaggedPackets::kBytes;
     }
     JIN_FN char* Window(int of_rank, int from, uint32_t w) const {
-      const uint32_t slot = w % 2 * (g.size - 1) + SlotOf(from, of_rank);
-      return g.EpochBuffer(of_rank, epoch) + notice_bytes +
+      const uint32_t slot = w % 2 * (Size() - 1) + SlotOf(from, of_rank);
+      return g.EpochBuffer(of_rank, epoch) + NoticeBytes(Size(), t.Blocks(), Each()) +
              size_t{slot * c.window} * Packets::kBytes;
     }
 
@@ -158,8 +170,8 @@ struct Ragged {
       size_t at, bytes;
     };
     JIN_FN Place PlaceOf(const Updates& of, int peer, uint32_t i) const {
-      const int first = peer * c.updates;
-      const int u = PartOf(i, of.end, first, first + static_cast<int>(c.updates) - 1);
+      const int first = peer * Each();
+      const int u = K == 1 ? first : PartOf(i, of.end, first, first + Each() - 1);
       const size_t at = size_t{i - (u == first ? 0 : of.end[u - 1])} * sizeof(Pack);
       const size_t bytes = size_t{of.rows[u].end - of.rows[u].begin} * c.row_bytes - at;
       return {u, at, bytes < sizeof(Pack) ? bytes : sizeof(Pack)};
@@ -203,47 +215,62 @@ struct Ragged {
       const bool bad =
           rows < 0 || (rows > 0 && (outside(in_row, c.in_rows) || outside(out_row, c.out_rows)));
       if (bad || rows != received) {
-        t.Refuse(UpdateFault{source, destination, i % static_cast<int>(c.updates), rows, in_row,
-                             out_row, received, c.in_rows, c.out_rows});
+        t.Refuse(UpdateFault{source, destination, i - RankOf(i) * Each(), rows, in_row, out_row,
+                             received, c.in_rows, c.out_rows});
       }
       const uint32_t count = bad ? 0 : rows;
-      const uint32_t begin = count == 0 ? 0 : (to == &table.sent ? in_row : out_row);
+      const uint32_t begin = bad ? 0 : (to == &table.sent ? in_row : out_row);
       to->rows[i] = {begin, begin + count};
       to->packs[i] = static_cast<uint32_t>(PacksOf(size_t{count} * c.row_bytes));
     }
-    // The end of update i in its stream. All have been entered.
-    JIN_FN void Sum(Updates* of, int i) const {
+    JIN_FN uint32_t SentPacks(int first, int end) const {
       uint32_t packs = 0;
-      for (int u = i - i % static_cast<int>(c.updates); u <= i; ++u) packs += of->packs[u];
-      of->end[i] = packs;
+      for (int u = first; u < end; ++u) packs += table.sent.packs[u];
+      return packs;
     }
 
     JIN_FN void Announce() const {
+      if (t.Thread() == 0) table.unordered[0] = table.unordered[1] = 0;
       for (int i = t.Thread(); i < Count(); i += t.Threads()) {
         const int32_t rows = c.send_sizes[i], in_row = c.input_offsets[i],
                       out_row = c.output_offsets[i], expected = c.recv_sizes[i];
-        const int to = i / c.updates;
+        const int to = RankOf(i);
         t.Admit();
-        if (to != g.rank) {
-          const Pack notice{{static_cast<uint32_t>(rows), static_cast<uint32_t>(in_row),
-                             static_cast<uint32_t>(out_row), 0}};
-          FlaggedPackets::Put(Notices(to, g.rank), i % c.updates, notice);
-          table.received.packs[i] = expected;
-        } else {
-          Enter(&table.received, i, to, to, rows, in_row, out_row, expected);
-        }
+        table.received.packs[i] = expected;
+        if (to == g.rank) Enter(&table.received, i, to, to, rows, in_row, out_row, expected);
         Enter(&table.sent, i, g.rank, to, rows, in_row, out_row, rows);
       }
       t.Sync();
-      for (int i = t.Thread(); i < Count(); i += t.Threads()) Sum(&table.sent, i);
+      const int parts = (Each() + kSummed - 1) / kSummed;
+      if (parts > 1) {
+        for (int s = t.Thread(); s < Size() * parts; s += t.Threads()) {
+          const int end = (s / parts + 1) * Each(), first = end - Each() + s % parts * kSummed;
+          table.sums[s] = SentPacks(first, first + kSummed < end ? first + kSummed : end);
+        }
+        t.Sync();
+      }
+      for (int i = t.Thread(); i < Count(); i += t.Threads()) {
+        const int to = RankOf(i), u = i - to * Each(), part = u / kSummed;
+        uint32_t end = SentPacks(i - u % kSummed, i + 1);
+        for (int s = 0; s < part; ++s) end += table.sums[to * parts + s];
+        table.sent.end[i] = end;
+        if (to == g.rank) {
+          table.received.end[i] = end;
+        } else {
+          const Pack notice{{static_cast<uint32_t>(c.send_sizes[i]),
+                             static_cast<uint32_t>(c.input_offsets[i]),
+                             static_cast<uint32_t>(c.output_offsets[i]), end}};
+          FlaggedPackets::Put(Notices(to, g.rank), u, notice);
+        }
+      }
       t.Sync();
     }
 
     JIN_FN void SendFirst() const {
       for (auto i = static_cast<uint32_t>(t.First()); i < ahead;
            i += static_cast<uint32_t>(t.Stride())) {
-        for (int k = 1; k < g.size; ++k) {
-          const int to = Ranks<0>::After(g.rank, k, g.size);
+        for (int k = 1; k < Size(); ++k) {
+          const int to = Ranks<N>::After(g.rank, k, Size());
           if (i >= PacksWith(table.sent, to)) continue;
           const Pack sent = LoadSent(PlaceOf(table.sent, to, i));
           Packets::Put(Window(to, g.rank, 0), i, SendableOf<Type>(t, sent));
@@ -254,24 +281,35 @@ struct Ragged {
     JIN_FN bool Hear() const {
       Updates& all = table.received;
       for (int i = t.FirstUpdate(); i < Count(); i += t.Threads()) {
-        const int from = i / c.updates;
+        const int from = RankOf(i), u = i - from * Each();
         if (from == g.rank) continue;
         Pack p;
         char* const notices = Notices(g.rank, from);
-        while (!FlaggedPackets::TryGet(notices, i % c.updates, &p)) {
+        while (!FlaggedPackets::TryGet(notices, u, &p)) {
           if (!t.Wait(i, from)) return false;
         }
-        FlaggedPackets::Arm(notices, i % c.updates);
+        FlaggedPackets::Arm(notices, u);
         Enter(&all, i, from, g.rank, static_cast<int32_t>(p.word[0]),
               static_cast<int32_t>(p.word[1]), static_cast<int32_t>(p.word[2]),
               static_cast<int32_t>(all.packs[i]));
+        all.end[i] = p.word[3];
       }
       t.Sync();
+      if (Count() > kCompared) {
+        for (int i = t.Thread(); i < Count() - 1; i += t.Threads()) {
+          const int below = i + Each() < Count() ? i + Each() : i + Each() - Count() + 1;
+          if (all.rows[i].end > all.rows[i + 1].begin) v1::Exchange(&table.unordered[0], 1);
+          if (all.rows[i].end > all.rows[below].begin) v1::Exchange(&table.unordered[1], 1);
+        }
+        t.Sync();
+      }
+      // Places that ascend, in the order of updates or of each rank's first, second, ..., are
+      // apart.
+      const bool apart = Count() > kCompared && table.unordered[0] * table.unordered[1] == 0;
       for (int i = t.Thread(); i < Count(); i += t.Threads()) {
-        Sum(&all, i);
         const auto own = all.rows[i];
         bool covered = false;
-        for (int v = i + 1; v < Count(); ++v) {
+        for (int v = apart ? Count() : i + 1; v < Count(); ++v) {
           const auto other = all.rows[v];
           covered |= other.begin < own.end && own.begin < other.end;
         }
@@ -284,7 +322,7 @@ struct Ragged {
     // The places of all streams, that of the rank to itself included.
     JIN_FN uint32_t Places() const {
       uint32_t places = 0;
-      for (int r = 0; r < g.size; ++r) {
+      for (int r = 0; r < Size(); ++r) {
         const uint32_t taken = PacksWith(table.received, r), sent = PacksWith(table.sent, r);
         if (taken > places) places = taken;
         if (sent > places + ahead) places = sent - ahead;
@@ -308,18 +346,19 @@ struct Ragged {
         const uint32_t to_window = w + next, at = j + ahead - (next ? window : 0);
         if (room_of != to_window) has_room = 0;
         room_of = to_window;
-        for (; k < g.size; ++k, only_take = false) {
+        for (; k < Size(); ++k, only_take = false) {
           const size_t unit = size_t(k - 1) << 32 | j;
-          const int to = Ranks<0>::After(g.rank, k, g.size);
-          const int from = Ranks<0>::After(g.rank, g.size - k, g.size);
+          const int to = Ranks<N>::After(g.rank, k, Size());
+          const int from = Ranks<N>::After(g.rank, Size() - k, Size());
           const bool sends = !only_take && i + ahead < PacksWith(table.sent, to);
           const bool copies = k == 1 && i < PacksWith(table.sent, g.rank);
           const bool takes = i < PacksWith(table.received, from);
           char* const slot = Window(g.rank, from, w);
           Pack sent = {}, own = {}, taken;
-          Place place{};
+          Place place{}, there{};
           if (sends) sent = LoadSent(PlaceOf(table.sent, to, i + ahead));
           if (copies) own = LoadSent(place = PlaceOf(table.sent, g.rank, i));
+          if (takes) there = PlaceOf(table.received, from, i);
           bool arrived = takes && Packets::TryGet(slot, j, &taken);
           while (sends && to_window >= 2 && (has_room >> to & 1) == 0) {
             if (HasTaken(g, to, t.Block(), to_window - 1)) {
@@ -336,13 +375,13 @@ struct Ragged {
             arrived = Packets::TryGet(slot, j, &taken);
           }
           Packets::Arm(slot, j);
-          StoreReceived(PlaceOf(table.received, from, i), taken);
+          StoreReceived(there, taken);
         }
       }
       t.Arrived();  // each window is waited for by itself
       if (left <= 2 * window) return true;
       t.Sync();  // every thread of the block has armed what it received
-      for (int r = t.Thread(); r < g.size; r += t.Threads()) {
+      for (int r = t.Thread(); r < Size(); r += t.Threads()) {
         if (r != g.rank && PacksWith(table.received, r) > (w + 2) * window) {
           TellTaken(g, r, t.Block(), w + 1);
         }
@@ -352,7 +391,7 @@ struct Ragged {
 
     JIN_FN bool Finish() const {
       t.Sync();  // no thread of the block looks for room any more
-      for (int r = t.FirstUpdate(); r < g.size; r += t.Threads()) {
+      for (int r = t.FirstUpdate(); r < Size(); r += t.Threads()) {
         const uint32_t packs = PacksWith(table.sent, r);
         if (r == g.rank || packs <= 2 * window) continue;
         while (!HasTaken(g, r, t.Block(), (packs - 1) / window - 1)) {

@@ -268,8 +268,12 @@ def _select(site: LoweringSite, avals: Sequence[Any], params: RaggedParams) -> s
         if room == 0:
             no_room = reasons.UPDATES_IN_EPOCH_BUFFER.of(updates=updates, has=epoch_buffer_bytes)
             return select.Selection("lax", no_room)
-        reason = "lax has none on CPU devices" if facts["hardware"] == "cpu" else found.reason
-        return replace(found, blocks=min(found.blocks, room), reason=reason)
+        if facts["hardware"] == "cpu":
+            return replace(found, reason="lax has none on CPU devices")
+        # Each block gets all notices: of many, fewer blocks with as many threads.
+        threads = max(found.threads, 512 if updates > 32 else 0)
+        blocks = min(-(-found.blocks * found.threads // threads), room)
+        return replace(found, blocks=blocks, threads=threads)
 
     return collective.selector(site.mesh, params.axes)(static, choose)
 

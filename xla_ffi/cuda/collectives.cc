@@ -84,6 +84,11 @@ cudaError_t Launch(const DeviceOperation& o, const DeviceGroup& group, const Rag
                               uint64_t{call.row_bytes}, uint64_t{call.updates}}) {
     digest = digest * 1000003 + part;
   }
+  if (call.kept != nullptr) {
+    const cudaError_t copied =
+        cudaMemcpyAsync(call.out, call.kept, call.OutBytes(), cudaMemcpyDeviceToDevice, stream);
+    if (copied != cudaSuccess) return copied;
+  }
   return LaunchKernel(RaggedKernel(IsBare(o), group.size == 2 && call.updates == 1), o, group,
                       OperationWordOfDigest(o.algorithm, digest), &call, stream);
 }

@@ -62,6 +62,9 @@ ffi::Future Execute(int32_t device, HostSite* site, ffi::RemainingArgs xs, ffi::
   ffi::Error error = ForEachOperation(
       *site, group.size(), rank, group.epoch_buffer_bytes(), links, xs, ys,
       [&, rank = rank](ElementType type, const auto& call) {
+        if constexpr (std::is_same_v<decltype(call), const RaggedCall&>) {
+          if (call.kept != nullptr) memcpy(call.out, call.kept, call.OutBytes());
+        }
         last = group.Arrive(rank, site->identity,
                             {site->algorithm, type, site->segments, site->name}, call);
         return ffi::Error::Success();

@@ -235,8 +235,8 @@ inline size_t RowsOf(const ffi::AnyBuffer& x) {
 }
 
 // Operands: operand, output, and four tables of int32. The result takes the memory of output, as
-// lowering has told XLA. Refuses what must not reach a kernel, though lowering lets none of it
-// pass.
+// lowering has told XLA. But XLA:GPU has a call write into a part of a larger array, which a loop
+// stacks. Refuses what must not reach a kernel, though lowering lets none of it pass.
 inline ffi::Error CollectRagged(int size, int blocks, size_t epoch_buffer_bytes,
                                 const Operands& operands, ElementType* type, RaggedCall* call) {
   const auto refused = [](const auto&... why) {
@@ -253,12 +253,10 @@ inline ffi::Error CollectRagged(int size, int blocks, size_t epoch_buffer_bytes,
   if (!found || xs[1].element_type() != type_of_rows || ys[0].element_type() != type_of_rows ||
       bytes == 0 || out_bytes == 0 || in_rows > INT32_MAX || out_rows > INT32_MAX ||
       bytes / in_rows != out_bytes / out_rows || ys[0].size_bytes() != out_bytes ||
-      ys[0].untyped_data() != xs[1].untyped_data() ||
-      xs[0].untyped_data() == xs[1].untyped_data()) {
+      xs[0].untyped_data() == ys[0].untyped_data()) {
     return refused("an operand of ", in_rows, " rows and ", bytes, " bytes, and an output of ",
                    out_rows, " rows and ", out_bytes,
-                   " bytes; their types and rows must be alike, and the result takes the memory of "
-                   "the output");
+                   " bytes; their types and rows must be alike, and the result is not the operand");
   }
   for (size_t i = 2; i < 6; ++i) {
     if (xs[i].element_type() != ffi::S32 || xs[i].element_count() != count || count == 0 ||
@@ -287,6 +285,7 @@ inline ffi::Error CollectRagged(int size, int blocks, size_t epoch_buffer_bytes,
            .out_rows = static_cast<uint32_t>(out_rows),
            .updates = updates,
            .window = RaggedWindow(epoch_buffer_bytes, size, blocks, updates, PacketBytes(*type))};
+  if (ys[0].untyped_data() != xs[1].untyped_data()) call->kept = xs[1].untyped_data();
   if (call->window > 0) return ffi::Error::Success();
   return refused(count, " updates and ", blocks, " blocks, for which a buffer of the slab of ",
                  epoch_buffer_bytes,

@@ -17,8 +17,11 @@ struct RaggedCall {
   const int32_t *input_offsets, *send_sizes, *output_offsets, *recv_sizes;
   uint32_t row_bytes;
   uint32_t in_rows, out_rows;
-  uint32_t updates;  // for each rank
-  uint32_t window;   // packs of a window of a stream
+  uint32_t updates;            // for each rank
+  uint32_t window;             // packs of a window of a stream
+  const void* kept = nullptr;  // the values that the result keeps, if it does not have them yet
+
+  size_t OutBytes() const { return size_t{out_rows} * row_bytes; }
 };
 
 // Bytes of an epoch buffer that notices take, and packs of a window behind them (0: no room).

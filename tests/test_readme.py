@@ -115,3 +115,18 @@ def test_process_per_device(name: str, tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout
     for rank in range(2):
         assert re.search(rf"^\[{rank}\] rank {rank} has .*: 1\.0$", done.stdout, re.M), done.stdout
+
+
+def test_the_program_of_the_readme_with_a_process_per_device(tmp_path: Path) -> None:
+    """The README says that `launch` starts it as it is."""
+    need_devices(2)
+    assert "`python -m jax_intranode launch layer.py`" in README.read_text()
+    (tmp_path / "layer.py").write_text(PROGRAMS["layer.py"])
+    done = python("-m", "jax_intranode", "launch", "-n", "2", "layer.py", cwd=tmp_path)
+    assert done.returncode == 0, done.stdout
+    n = 8192 if jax.default_backend() == "gpu" else 64
+    for rank in range(2):
+        # A dot of ones with n elements, and one with 4 n.
+        (first,) = re.findall(rf"^\[{rank}\] ([\d.e+]+)$", done.stdout, re.M)
+        assert float(first) == 4 * n * n, done.stdout
+        assert re.search(rf"^\[{rank}\] all_gather_matmul .* jax_intranode$", done.stdout, re.M)

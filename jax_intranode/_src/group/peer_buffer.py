@@ -248,8 +248,8 @@ def peer_buffer(
     Every device of the mesh gets zeroed memory of this shape. The ranks of a group, which lie along
     `axis_name`, can read and write each other's. All processes of the mesh must call it, with the
     same arguments and in the same order, before a program that uses the buffer is compiled or
-    loaded. It blocks until they have, for at most JAX_INTRANODE_TIMEOUT_S. Groups are those that
-    ``psum`` over the same axes has: 2 to 8 devices of one host.
+    loaded. It blocks until they have, for at most JAX_INTRANODE_TIMEOUT_S, and at most 5 minutes.
+    Groups are those that ``psum`` over the same axes has: 2 to 8 devices of one host.
 
     JAX_INTRANODE_PEER_BUFFERS_MIB limits the buffers of a device. ``shutdown`` ends all of them.
     A second call with the same arguments returns the same buffer.

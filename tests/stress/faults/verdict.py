@@ -13,7 +13,7 @@ _DEAD_S = 1.0
 # in which another thread of it may still make the call.
 _GOODBYE_S = 4.0
 # From the failure to the exception on GPUs: XLA asks each stream every 5 s whether it has failed
-# (docs/how_it_works.md#failures), and raises 0.1 s later.
+# (CONTRIBUTING.md, "Failures"), and raises 0.1 s later.
 _XLA_ASKS_S = 5.1
 # From the exception to the end of a process that does not catch it.
 _END_S = 8.0

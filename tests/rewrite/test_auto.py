@@ -204,6 +204,20 @@ def test_rows_that_are_needed_whole(whole: int, monkeypatch: pytest.MonkeyPatch)
     assert after["jax_intranode_psum_scatter"] == (whole == 1)
 
 
+def test_a_bias_that_is_computed_with_again(caplog: pytest.LogCaptureFixture) -> None:
+    """XLA takes a program that reshapes one of several results of a barrier."""
+    mesh = two_axes()
+    p = weights(mesh, *TENSOR_PARALLEL) | {"bias": put(mesh, normal(3, 32), "model")}
+    x = put(mesh, normal(2, 2, 8, 16))
+
+    def layer(p: Any, x: Any) -> Any:
+        return x + jnp.tanh(x @ p["up"] + p["bias"]) @ p["down"]
+
+    gradient = jax.grad(lambda p, x: (jax.checkpoint(layer)(p, x) ** 2).sum(), argnums=(0, 1))
+    _, after = check(gradient, p, x)
+    assert after["jax_intranode_psum"] > 0 and "refuses" not in caplog.text
+
+
 @pytest.mark.parametrize("other", [False, True])
 def test_a_sum_that_is_needed_whole(other: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """A sum is not scattered if an operation needs all of it, or two need different parts."""

@@ -328,6 +328,11 @@ class Program:
                 # XLA adds results to a loop, or gives it the sharding of a user that has nothing
                 # to do, which ends the process with a segmentation fault.
                 del operation.attributes["sdy.sharding"]
+            elif operation.name == "stablehlo.reshape" and "sdy.sharding" in operation.attributes:
+                # Of one result of several, XLA gives that result the sharding of the reshape.
+                maker = owner(operation.operands[0])
+                if maker is not None and len(maker.results) > 1:
+                    del operation.attributes["sdy.sharding"]
 
     def _keeps(self, wanted: Counter[Any]) -> bool:
         """Propagates again. Operations that would be sharded otherwise get constraints.

@@ -285,7 +285,12 @@ class Program:
         self._repair()
         if not self.module.operation.verify():
             raise RuntimeError("MLIR does not verify the rewritten program")
-        return wanted is None or self._keeps(wanted)
+        if wanted is not None and not self._keeps(wanted):
+            return False
+        # XLA may give one of several results that of a user that has nothing to do, and then refuse
+        # the program, or end the process with a segmentation fault.
+        simplified.forget_shardings(self.module)
+        return True
 
     def _agrees(self) -> bool:
         """Whether all operations can be computed as their operands and results are sharded.
@@ -324,15 +329,6 @@ class Program:
                 )
                 operation.results[0].replace_all_uses_with(new.result)
                 operation.erase()
-            elif operation.name in _OF_MANY_RESULTS and "sdy.sharding" in operation.attributes:
-                # XLA adds results to a loop, or gives it the sharding of a user that has nothing
-                # to do, which ends the process with a segmentation fault.
-                del operation.attributes["sdy.sharding"]
-            elif operation.name == "stablehlo.reshape" and "sdy.sharding" in operation.attributes:
-                # Of one result of several, XLA gives that result the sharding of the reshape.
-                maker = owner(operation.operands[0])
-                if maker is not None and len(maker.results) > 1:
-                    del operation.attributes["sdy.sharding"]
 
     def _keeps(self, wanted: Counter[Any]) -> bool:
         """Propagates again. Operations that would be sharded otherwise get constraints.

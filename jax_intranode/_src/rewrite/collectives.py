@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -66,6 +66,10 @@ class Body:
         self.decisions: list[Decision] = []
         # Why the selection leaves a choice to lax, by the choice and the types of its operands.
         self.selected: dict[Any, str | None] = {}
+
+    def is_overlapped(self, operation: OpPrimitive, avals: Sequence[Any], params: Any) -> bool:
+        """Whether such a call would be one overlapped custom call; tests say that it is."""
+        return operation.decide(self.site, avals, params).is_overlapped
 
     def taken(self) -> int:
         """How many collectives were replaced."""

@@ -167,8 +167,8 @@ class _Matmuls:
         key = operation, tuple(avals)
         if key not in self._traced:
             body, jaxpr = self._body, None
-            of_operands = operation.avals(avals), operation.params
-            if operation.primitive.decide(body.site, *of_operands).is_overlapped:
+            its_avals = operation.avals(avals)
+            if body.is_overlapped(operation.primitive, its_avals, operation.params):
                 with trace_state.inside_shard_map(body.params):
                     jaxpr = jaxpr_edit.trace(operation.function(body.site), avals)
             self._traced[key] = jaxpr

@@ -16,10 +16,11 @@ from jax.sharding import PartitionSpec as P
 import jax_intranode
 
 TABLE = Path(__file__).resolve().parent.parent / "docs" / "contract.md"
-# The quick tier leaves them out: those with a process each, and what `linearize` does, too.
+# The quick tier leaves them out: those with a process each, and what `linearize` and gradients do,
+# too.
 FULL = (
     *("persistent-cache", "serialized-executable", "serialized-executable-after-initialize"),
-    "jvp",
+    *("jvp", "jacobians"),
 )
 
 

@@ -8,6 +8,8 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,7 @@ import ragged_tables
 from devices import need_overlap, need_ranks
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
+from multiprocess_ranks import run_in_ranks
 from processes import segments_of
 from tiers import full
 
@@ -236,14 +239,47 @@ def sends_a_bad_table(table: int, value: int) -> None:
 
 # The tests.
 
+# Jobs of two ranks that mostly wait: a function, its arguments and more variables.
+AFTER_4_S = {"JAX_INTRANODE_TIMEOUT_S": "4", "JAX_INTRANODE_REPORT_AFTER_S": "1"}
+JOBS: dict[str, tuple[Callable[..., None], list[Any], dict[str, str]]] = {
+    **{f"late {rank}": (runs_another_operation, [rank], AFTER_4_S) for rank in range(2)},
+    "apart": (permutes_otherwise, [[[[0, 1]], [[1, 0]]]], AFTER_4_S),
+    "swap": (permutes_otherwise, [[[[0, 1], [1, 0]], [[0, 1]]]], AFTER_4_S),
+    "place": (sends_a_bad_table, [2, 15], ENV),
+    "size": (sends_a_bad_table, [1, -1], ENV),
+}
 
-@pytest.mark.parametrize("late", [0, full(1)])
-def test_ranks_that_wait_are_told(ranks: Any, late: int) -> None:
+
+@pytest.fixture(scope="module")
+def logs_of(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Callable[[str], list[str]]]:
+    """Starts the jobs that this session tests, some at once. The result has what ranks printed."""
+    need_ranks(2)
+    on_cpu = jax.devices()[0].platform == "cpu"
+    items = [item for item in request.session.items if item.path == request.path]
+    names = [
+        item.callspec.params["job"]
+        for item in items
+        if isinstance(item, pytest.Function) and "logs_of" in item.fixturenames
+    ]
+    with ThreadPoolExecutor(3 if on_cpu else 1) as pool:
+        started = {}
+        for name in names:
+            function, arguments, env = JOBS[name]
+            logs = tmp_path_factory.mktemp("logs")
+            if on_cpu or function is not runs_another_operation:
+                started[name] = pool.submit(
+                    run_in_ranks, function, 2, logs, env=env, arguments=arguments
+                )
+        yield lambda name: started[name].result()
+
+
+@pytest.mark.parametrize("job", ["late 0", full("late 1")])
+def test_ranks_that_wait_are_told(logs_of: Callable[[str], list[str]], job: str) -> None:
     """A rank that comes late, then ranks that run different operations."""
     need_cpu("on GPUs a rank does not know what the others wait in")
-    need_ranks(2)
-    env = {"JAX_INTRANODE_TIMEOUT_S": "4", "JAX_INTRANODE_REPORT_AFTER_S": "1"}
-    logs = ranks(runs_another_operation, 2, env=env, arguments=[late])
+    logs, (late,) = logs_of(job), JOBS[job][1]
     late_calls = [re.findall(r"^WARNING:jax_intranode:(.*, call 2 .*)$", log, re.M) for log in logs]
     assert late_calls[late] == []
     (warning,) = late_calls[1 - late]
@@ -312,15 +348,9 @@ def test_gpus_take_no_data_of_another_operation(
         assert lines(log, "RECORD") == [str(("mismatch", rank, other, "gpu"))], log
 
 
-@pytest.mark.parametrize(
-    "perms", [[[[0, 1]], [[1, 0]]], full([[[0, 1], [1, 0]], [[0, 1]]])], ids=["apart", "swap"]
-)
-def test_ranks_with_other_permutations(ranks: Any, perms: list[Any]) -> None:
-    need_ranks(2)
-    env = {"JAX_INTRANODE_TIMEOUT_S": "4"}
-    errors = []
-    for log in ranks(permutes_otherwise, 2, env=env, arguments=[perms]):
-        errors += lines(log, "ERROR")
+@pytest.mark.parametrize("job", ["apart", full("swap")])
+def test_ranks_with_other_permutations(logs_of: Callable[[str], list[str]], job: str) -> None:
+    errors = [error for log in logs_of(job) for error in lines(log, "ERROR")]
     assert len(errors) == 2 and all("ppermute" in error for error in errors), errors
     # On GPUs one kernel finds it. The other one may end by its own time limit.
     enough = any if jax.devices()[0].platform == "gpu" else all
@@ -328,17 +358,17 @@ def test_ranks_with_other_permutations(ranks: Any, perms: list[Any]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("table", "value", "text"),
+    ("job", "text"),
     [
-        (2, 15, "2 rows from row 4 of an operand with 8 rows to row 15 of an output with 16 rows"),
-        full(1, -1, "-1 rows from row 4 of an operand with 8 rows"),
+        ("place", "2 rows from row 4 of an operand with 8 rows to row 15 of an output with 16 "),
+        full("size", "-1 rows from row 4 of an operand with 8 rows"),
     ],
-    ids=["place", "size"],
 )
-def test_bad_table_of_a_ragged_all_to_all(ranks: Any, table: int, value: int, text: str) -> None:
+def test_bad_table_of_a_ragged_all_to_all(
+    logs_of: Callable[[str], list[str]], job: str, text: str
+) -> None:
     """Both ranks of the update say the same."""
-    need_ranks(2)
-    for log in ranks(sends_a_bad_table, 2, env=ENV, arguments=[table, value]):
+    for log in logs_of(job):
         assert lines(log, "RAN") == ["False"], log
         (error,) = lines(log, "ERROR")
         assert re.search(

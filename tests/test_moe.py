@@ -210,6 +210,12 @@ def test_arrays_without_elements(shape: tuple[int, int, int]) -> None:
     assert received.shape == (N * 5, hidden) and y.shape == (N * tokens, hidden)
     assert not np.any(y) or k > 0
     assert sizes.sum() == (5 if 0 not in (tokens, k) else 0)
+    f = program(layer(5))
+    factors = jnp.ones((EXPERTS, hidden))
+    found = jax.jit(jax.grad(lambda *v: f(v[0], xs[2], *v[1:]).sum(), (0, 1, 2)))(
+        x, weights, factors
+    )
+    assert not any(map(np.any, found))
 
 
 @pytest.mark.parametrize("dtype", ["uint8", "int8", "int16"])
@@ -218,6 +224,16 @@ def test_integers_of_any_kind(dtype: str) -> None:
     wanted = dense(x, ids, weights, factors)
     ids = jnp.where(ids < 0, EXPERTS + 1, ids).astype(dtype)  # an id that no expert has is none
     assert_close(jax.jit(program(layer()))(x, ids, weights, factors), wanted)
+
+
+def test_ids_of_64_bits() -> None:
+    """An id that no expert has is none, whatever its lowest 32 bits are."""
+    x, ids, weights, factors = operands(15)
+    wanted = dense(x, ids, weights, factors)
+    with jax.enable_x64(True):
+        for dtype, none in (("int64", 2**32 + 1), ("int64", 1 - 2**32), ("uint64", 2**63)):
+            far = jnp.where(ids < 0, jnp.asarray(none, dtype), ids.astype(dtype))
+            assert_close(jax.jit(program(layer()))(x, far, weights, factors), wanted)
 
 
 def test_outputs_of_another_length_and_dtype() -> None:
@@ -260,6 +276,22 @@ def test_axis_of_vmap() -> None:
     assert_close(found.reshape(x.shape), dense(x, ids, weights, factors))
 
 
+@pytest.mark.parametrize("kind", expert_routings.KINDS)
+@pytest.mark.parametrize("capacity", [None, 7])
+def test_random_routings_by_lax(kind: str, capacity: int | None) -> None:
+    rng = np.random.default_rng(14)
+    x, weights = expert_routings.operands(rng, N, TOKENS, HIDDEN, TOP, "float32")
+    ids = expert_routings.routing(rng, N, TOKENS, TOP, EXPERTS, kind)
+    body = expert_routings.layer(lambda rows: rows * 0.5, EXPERTS, capacity)
+    received, sizes, dropped, y = jax.vmap(body, axis_name="x")(x, ids, weights)
+    rows = capacity or N * TOKENS * min(TOP, EXPERTS // N)
+    wanted = expert_routings.expected(x, ids, EXPERTS, rows)
+    np.testing.assert_array_equal(received, wanted.received)
+    np.testing.assert_array_equal(sizes, wanted.sizes)
+    np.testing.assert_array_equal(dropped, wanted.dropped)
+    assert_close(y, wanted.combined(wanted.received * 0.5, weights))
+
+
 @pytest.mark.parametrize("dtype", ["float64", "float8_e4m3fn"])
 def test_other_dtypes_fall_back(dtype: str) -> None:
     with jax.enable_x64(True):
@@ -271,7 +303,8 @@ def test_other_dtypes_fall_back(dtype: str) -> None:
 
         f = program(body)
         calls = jax_intranode.explain(f)(x, *args[1:3])
-        of_experts = [call for call in calls if call.operation.startswith("moe")]
+        exchanges = "moe_dispatch", "moe_combine"
+        of_experts = [call for call in calls if call.operation in exchanges]
         assert len(of_experts) == 2
         assert all(call.algorithm == "lax" and dtype in call.reason for call in of_experts)
         wanted = jnp.where(args[1] < 0, 0, args[2]).sum(1)[:, None] * x.astype(np.float32)

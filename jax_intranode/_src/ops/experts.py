@@ -171,6 +171,8 @@ def moe_dispatch(
         of_all, bits = (jnp.zeros_like(factors, t, shape=shape) for t in (np.float32, np.int32))
     else:
         # One array for both: ids are bits of subnormal numbers, which no operation changes.
+        if ids.dtype.itemsize > 4:
+            ids = jnp.where((ids < 0) | (ids > experts), experts, ids)  # no expert has this id
         ids = jnp.clip(ids.astype(np.int32), -1, experts) + 1
         sent = jnp.stack([lax.bitcast_convert_type(ids, np.float32), factors.astype(np.float32)])
         gather = AllGatherParams(axes, 0, False, n)
@@ -516,6 +518,10 @@ def _cotangents(
 ) -> tuple[Any, Any]:
     """Of the outputs, if there are weights, and of the weights, if there are outputs."""
     places, ranks = layout
+    if ct.size == 0 or places.size == 0:
+        zeros: Any = jnp.zeros_like(ct, shape=(params.capacity, ct.shape[1]))
+        of_choices: Any = jnp.zeros_like(ct, np.float32, shape=places.shape)
+        return zeros if weights is not None else None, of_choices if x is not None else None
     used = places.max().reshape(1) + 1
     (rows,) = dispatch_p.bind(ct, places, ranks, used, params=params)
     wide, kept = _wide(rows.dtype), places >= 0

@@ -69,7 +69,7 @@ def test_difference_of_infinite_values() -> None:
 
 # Runs.
 
-PAGE = Path(__file__).parent.parent / "docs" / "bench.md"
+PAGE = Path(__file__).resolve().parent.parent / "docs" / "measurements" / "json_file.md"
 
 
 def documented(kind: str) -> set[str]:

@@ -31,7 +31,7 @@ try:
         peer_buffer,
         register_ffi_library,
     )
-    from jax_intranode._src.group.topology import Topology, TopologyKind, topology
+    from jax_intranode._src.group.topology import LinkReport, Topology, TopologyKind, topology
     from jax_intranode._src.health.failures import (
         CommunicationError,
         Failure,
@@ -81,6 +81,7 @@ __all__ = [
     "Explanation",
     "Failure",
     "Fallback",
+    "LinkReport",
     "Lowered",
     "MoeState",
     "PeerBuffer",

@@ -22,9 +22,9 @@ _SWITCH = "switch"  # what `_remote_end` returns for a switch
 class TopologyKind(enum.Enum):
     """The shape of an NVLink mesh, as far as the algorithms depend on it."""
 
-    FULLY_CONNECTED = "fully_connected"  # every pair is linked, directly or through a switch
-    HYBRID_CUBE_MESH = "hybrid_cube_mesh"  # two linked quads, each GPU linked to its relay
-    UNKNOWN = "unknown"  # anything else, including no links or no GPUs
+    FULLY_CONNECTED = "fully_connected"  #: Every pair is linked, directly or through a switch.
+    HYBRID_CUBE_MESH = "hybrid_cube_mesh"  #: Two linked quads, each GPU linked to its relay.
+    UNKNOWN = "unknown"  #: Anything else, including no links or no GPUs.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,7 +32,7 @@ class LinkReport:
     """The active NVLinks of one GPU.
 
     Attributes:
-        bus_id: PCI bus id, in the form of `normalise_bus_id`.
+        bus_id: PCI bus id, such as ``00000000:1B:00.0``.
         uuid: NVML's UUID of the GPU.
         name: The GPU's product name.
         switch_links: Number of links that end at an NVSwitch.

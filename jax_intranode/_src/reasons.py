@@ -207,8 +207,8 @@ OTHER_OPERATION = Unsupported("XLA adds it for {name}, and it is not of an opera
 NO_COLLECTIVE = NotFaster("nothing in it is a collective")
 SHARED = NotFaster("another operation that needs the same gathered array is left")
 WHOLE_SUM = NotFaster("XLA would have the whole sum for another operation that needs it")
-# Measured: decoding with two sums of this package a layer was 0.91 to 0.96 times as fast where the
-# queries, keys and values are three parts of one product. See docs/performance.md.
+# Measured: decoding with two sums of this package a layer was 0.96 times as fast where the queries,
+# keys and values are three parts of one product. See docs/measurements/earlier.md.
 PERMUTES = NotFaster("XLA permutes between such operations, which then cost more than they gain")
 SHORTER = NotFaster(
     "XLA removes dimensions of one element, here and from operations that it still does"

@@ -2,8 +2,9 @@
 // matched before they begin (host/host_group.h).
 //
 // Packets carry no name: a kernel takes whatever arrives. So each rank tells each peer what it
-// runs, in one word, and no operation ends before all ranks have told the same. Where ranks differ,
-// the kernel gives up, and no data leave it.
+// runs, in one word, and no operation ends before all ranks have told the same. (A permute tells
+// its destinations and hears its sources, in a region of its own, which other operations do not
+// see.) Where ranks differ, the kernel gives up, and no data leave it.
 //
 //   Who writes peer_operation[e % 2][r] of rank p: rank r, once in operation e. Who reads it: p, in
 //   operation e. Nobody clears it: the word holds the lowest bits of e.

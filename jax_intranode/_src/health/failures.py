@@ -64,8 +64,8 @@ class Failure:
 class CommunicationError(RuntimeError):
     """The devices of this process can't communicate with their peers any more.
 
-    Python code of this package raises it. Errors that XLA raises while a program runs are
-    ``jax.errors.JaxRuntimeError``; their text begins with the same message.
+    Python code of this package raises it. XLA raises ``jax.errors.JaxRuntimeError`` or
+    ``ValueError`` while a program runs, with the same message; see `communication_errors`.
 
     Attributes:
         failure: the failure, as `last_failure` returns it; None if the exception was not made from

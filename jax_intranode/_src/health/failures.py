@@ -34,7 +34,9 @@ class Failure:
         reason: "timeout": a peer did not come in time. "peer_gone": the process of a peer has
             ended. "peer_stopped": it does not run. "mismatch": a peer runs another operation.
             "busy": two operations of one group overlapped on a device. "closed": a program from
-            before ``shutdown`` was replayed. "aborted": another failure ended the operation.
+            before ``shutdown``, or on a closed peer buffer, was replayed. "bad_update": a size or
+            an offset of a ragged_all_to_all does not fit. "aborted": another failure ended the
+            operation.
         platform: "cpu" or "gpu". On GPUs the CUDA context is lost.
         operation: the operation that failed, for instance "psum"; None if none was running.
         nbytes: the bytes of its operand on one device, if they are known.

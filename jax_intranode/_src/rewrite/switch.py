@@ -36,8 +36,9 @@ def install(*, auto: bool = False) -> None:
     the exchanges, permutes, maxima and minima are replaced for the numbers of ranks and the dtypes
     that were measured; a tuning of the node can add others. Independent sums
     become one operation, as XLA would combine them, and so do independent maxima, minima and
-    permutes. Results have the bits of the functions of this package: sums are rounded once, in rank
-    order.
+    permutes. Gathers and sums beside a matmul become collective matmuls, and a sum and its RMSNorm
+    one operation where that is faster. Results have the bits of the functions of this package: sums
+    are rounded once, in rank order.
 
     Functions that were compiled before are compiled again when they are called. Nothing is
     rewritten under ``jax.export``, or with JAX_INTRANODE_DISABLE=1. All processes of a program must

@@ -116,7 +116,7 @@ class Config:
         None,
         "a positive integer",
         "392 on GPUs, 8 on CPU devices",
-        "MiB of memory per device for collectives; it limits the largest array",
+        "MiB of memory per device for collectives; with less, large arrays fall back",
         _positive(int),
     )
     ring_mib: int = _variable(

@@ -48,7 +48,7 @@ class GpuFacts:
 class TileCosts:
     """Times of one cluster tile of the fused kernel (two row tiles x one column tile), in seconds.
 
-    `python -m jax_intranode tune` fits all but `out_of_step` to runs of tools/fused_probe.cu.
+    `python tools/tune_profile.py` fits all but `out_of_step` to runs of tools/fused_probe.cu.
 
     Attributes:
         stage_s: multiplying one stage, 64 of K.

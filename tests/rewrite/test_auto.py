@@ -166,16 +166,20 @@ def test_moves_that_xla_would_undo(monkeypatch: pytest.MonkeyPatch) -> None:
     assert kept == [False, True] and after == wanted
 
 
-def test_rows_behind_large_sums_are_divided(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("remat", [False, True])
+def test_rows_behind_large_sums_are_divided(remat: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """A tensor-parallel stack sends what a sequence-parallel one sends, where sums are large."""
     mesh = two_axes()
     p = weights(mesh, *TENSOR_PARALLEL) | {"scale": put(mesh, normal(3, 16))}
+    p["gate"] = put(mesh, normal(4, 16, 32), None, "model")
     x = put(mesh, normal(2, 2, 8, 16), "data")
 
     def layer(p: Any, x: Any) -> Any:
         normed = x * lax.rsqrt((x**2).mean(-1, keepdims=True) + 1e-5) * (1 + p["scale"])
-        return x + constrained(mesh, mlp(p, normed), "data", None, None)
+        hidden = jnp.tanh(normed @ p["up"]) * (normed @ p["gate"])
+        return x + constrained(mesh, hidden @ p["down"], "data", None, None)
 
+    layer = jax.checkpoint(layer) if remat else layer
     gradient = jax.grad(lambda p, x: (layer(p, layer(p, x)) ** 2).sum(), argnums=(0, 1))
     monkeypatch.setattr(rewriting, "moves_on_cpus", True)
     _, small = check(gradient, p, x)
@@ -186,7 +190,7 @@ def test_rows_behind_large_sums_are_divided(monkeypatch: pytest.MonkeyPatch) -> 
     assert of_xla(large) == 0
     # Two layers, forward and backward. The first layer has all of x.
     assert large["jax_intranode_psum_scatter"] == 4
-    assert large["jax_intranode_all_gather"] == 4
+    assert large["jax_intranode_all_gather"] == 4 + remat
 
 
 @pytest.mark.parametrize("whole", [1, 2])

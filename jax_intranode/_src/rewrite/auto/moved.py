@@ -23,7 +23,7 @@ from jax_intranode._src.rewrite.auto.modules import (
 )
 from jax_intranode._src.rewrite.auto.operations import Candidate, aval
 from jax_intranode._src.rewrite.auto.plans import Gather, Spec, dot_labels, local_size
-from jax_intranode._src.rewrite.auto.program import ELEMENTWISE, Program
+from jax_intranode._src.rewrite.auto.program import ELEMENTWISE, MADE_ANYWHERE, Program
 
 _DOTS = frozenset({"stablehlo.dot_general", "stablehlo.dot"})
 # They neither change shapes nor widen what is sent.
@@ -89,8 +89,11 @@ class _Division:
         self._sums = self._summed = 0  # how many are divided, and their elements
         self._added = 0  # the elements of the sums that dividing adds
         for operation in program.all():
-            part = self._of_user(operation) or self._of_sum(operation)
-            if part:
+            if operation.name == "stablehlo.optimization_barrier":
+                pairs = zip(operation.operands, operation.results, strict=True)
+                of_both = [(self._parts.get(value), result) for value, result in pairs]
+                self._parts |= {result: part for part, result in of_both if part}
+            elif part := self._of_user(operation) or self._of_sum(operation):
                 self._parts[operation.results[0]] = part
 
     def apply(self) -> int:
@@ -102,8 +105,9 @@ class _Division:
             return 0
         for value, part in parts.items():
             operation = value.owner.operation
-            program.set_spec(operation, part)
+            program.set_spec(value, part)
             if operation.name in _BY_ELEMENT - RESHARDS:
+                self._keep_whole(operation)
                 program.add_reshards(operation, [part] * len(operation.operands))
         gathers: dict[Any, Any] = {}
         for operation, index in self._whole:
@@ -111,9 +115,23 @@ class _Division:
             if value not in gathers:
                 new = program.resharded(value, wholes[value], before=operation)
                 new.move_after(owner(value))
+                program.added.discard(number(new))
                 gathers[value] = new.results[0]
             operation.operands[index] = gathers[value]
         return self._sums
+
+    def _keep_whole(self, operation: Any) -> None:
+        """Constrains the operands that are not divided, so that XLA does not divide them either."""
+        for value in operation.operands:
+            maker = owner(value)
+            while maker is not None and maker.name == "stablehlo.broadcast_in_dim":
+                value, maker = maker.operands[0], owner(maker.operands[0])  # noqa: PLW2901
+            if value in self._parts or maker is None or maker.name in RESHARDS | MADE_ANYWHERE:
+                continue
+            spec = self._program.spec(value)
+            if spec and not any(spec):
+                new = self._program.resharded(value, spec, behind=maker)
+                self._program.added.discard(number(new))
 
     def _of_sum(self, dot: Any) -> Spec | None:
         """How the sum of a dot is divided; None if it is small, or no sum of activations."""
@@ -246,7 +264,7 @@ def _scatter(dot: Any, program: Program) -> None:
     new = [a for p, w in zip(part, before, strict=True) for a in p[len(w) :]]
     if _finer(part, before) and set(new) == summed:
         for node in (dot, *nodes):
-            program.set_spec(node, part)
+            program.set_spec(node.results[0], part)
         for node in nodes:
             if node.name not in RESHARDS:
                 program.add_reshards(node, [part] * len(node.operands))
@@ -291,7 +309,7 @@ def _sink(gather: Any, program: Program) -> None:
             if operand != result and program.spec(operand) not in (whole, ((),) * len(whole)):
                 return
         user.operands[uses[0].operand_number] = value
-        program.set_spec(user, part)
+        program.set_spec(user.results[0], part)
         program.add_reshards(user, [part] * len(user.operands))
         new = program.resharded(user.results[0], whole, behind=user)
         program.added.discard(number(gather))

@@ -40,7 +40,7 @@ ELEMENTWISE = frozenset(
     f"stablehlo.{n}" for n in ("add", "subtract", "multiply", "divide", "select")
 )
 # What each device can make any part of.
-_MADE_ANYWHERE = frozenset(
+MADE_ANYWHERE = frozenset(
     {"sdy.constant", *(f"stablehlo.{n}" for n in ("constant", "iota", "broadcast_in_dim"))}
 )
 
@@ -149,7 +149,7 @@ class Program:
         """Adds reshards of operands that are sharded otherwise than the operation takes them."""
         for index, (value, spec) in enumerate(zip(operation.operands, specs, strict=False)):
             maker = owner(value)
-            if maker is None or maker.name in _MADE_ANYWHERE or spec is None:
+            if maker is None or maker.name in MADE_ANYWHERE or spec is None:
                 continue
             if self.spec(value) in (None, spec) or len(self.spec(value) or ()) != len(spec):
                 continue
@@ -174,13 +174,15 @@ class Program:
         """All operations, in order."""
         return [each for each in walk(self._main) if each.name != "func.func"]
 
-    def set_spec(self, operation: Any, spec: Spec) -> None:
-        """Shards the only result of an operation like this."""
-        new = self._sharding(spec)
+    def set_spec(self, value: Any, spec: Spec) -> None:
+        """Shards a result of an operation like this."""
+        operation = value.owner.operation
         if operation.name in RESHARDS:
-            operation.attributes["sharding"] = new
-        else:
-            operation.attributes["sdy.sharding"] = sdy.TensorShardingPerValueAttr.get([new])
+            operation.attributes["sharding"] = self._sharding(spec)
+            return
+        specs = [spec if each == value else self.spec(each) or () for each in operation.results]
+        new = sdy.TensorShardingPerValueAttr.get([self._sharding(each) for each in specs])
+        operation.attributes["sdy.sharding"] = new
 
     def set_number(self, operation: Any) -> None:
         """Gives an operation a new number."""
@@ -382,7 +384,7 @@ class Program:
 
     def _is_made_anywhere(self, operation: Any) -> bool:
         """Whether each device can make any part of the results, of operands that it has whole."""
-        return operation.name in _MADE_ANYWHERE and not any(
+        return operation.name in MADE_ANYWHERE and not any(
             any(self.spec(value) or ())
             for value in operation.operands
             if len(ir.RankedTensorType(value.type).shape)

@@ -125,7 +125,7 @@ class _Division:
         for value in operation.operands:
             maker = owner(value)
             while maker is not None and maker.name == "stablehlo.broadcast_in_dim":
-                value, maker = maker.operands[0], owner(maker.operands[0])  # noqa: PLW2901
+                value, maker = maker.operands[0], owner(maker.operands[0])
             if value in self._parts or maker is None or maker.name in RESHARDS | MADE_ANYWHERE:
                 continue
             spec = self._program.spec(value)

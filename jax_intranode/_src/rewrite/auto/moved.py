@@ -107,7 +107,7 @@ class _Division:
             operation = value.owner.operation
             program.set_spec(value, part)
             if operation.name in _BY_ELEMENT - RESHARDS:
-                self._keep_whole(operation)
+                self._keep_whole(operation, part)
                 program.add_reshards(operation, [part] * len(operation.operands))
         gathers: dict[Any, Any] = {}
         for operation, index in self._whole:
@@ -120,16 +120,24 @@ class _Division:
             operation.operands[index] = gathers[value]
         return self._sums
 
-    def _keep_whole(self, operation: Any) -> None:
-        """Constrains the operands that are not divided, so that XLA does not divide them either."""
+    def _keep_whole(self, operation: Any, part: Spec) -> None:
+        """Constrains the operands that are not divided, so that XLA does not divide them either.
+
+        Broadcasts are divided where all users are.
+        """
         for value in operation.operands:
             maker = owner(value)
             while maker is not None and maker.name == "stablehlo.broadcast_in_dim":
+                users = [use.owner.operation.results for use in maker.results[0].uses]
+                if _shape(maker.results[0]) == _shape(operation.results[0]) and all(
+                    len(results) and results[0] in self._parts for results in users
+                ):
+                    self._program.set_spec(maker.results[0], part)
                 value, maker = maker.operands[0], owner(maker.operands[0])
             if value in self._parts or maker is None or maker.name in RESHARDS | MADE_ANYWHERE:
                 continue
             spec = self._program.spec(value)
-            if spec and not any(spec):
+            if spec:
                 new = self._program.resharded(value, spec, behind=maker)
                 self._program.added.discard(number(new))
 

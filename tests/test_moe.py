@@ -323,7 +323,7 @@ def test_room_for_all_is_logged(caplog: Any, monkeypatch: pytest.MonkeyPatch) ->
     assert len(lines) == 1
     assert re.search(
         rf"test_moe.py:\d+ .* has {rows} rows for what it receives, {rows * HIDDEN * 4} bytes: "
-        "capacity=None drops nothing",
+        "capacity=None has room for all tokens",
         lines[0],
     )
 

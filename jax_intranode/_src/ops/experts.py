@@ -99,10 +99,10 @@ def moe_dispatch(
     XLA multiplies all rows by all experts for it: use a batched matmul, with a bound of the rows of
     an expert.
 
-    Nothing is ever dropped if `capacity` is None. Then `received` has room for the case that all
-    tokens of all ranks come here; the log says at level INFO how many bytes that is. With a
-    `capacity` the first tokens of each rank keep their rows: position 0 of all ranks, then position
-    1, until the room is full. Other dtypes, ``jax.export`` and groups that span hosts fall back to
+    Nothing is dropped if `capacity` is None and no token names an expert twice. Then `received` has
+    room for the case that all tokens of all ranks come here; the log says at level INFO how many
+    bytes that is. Else the first tokens of each rank keep their rows: position 0 of all ranks, then
+    position 1, until the room is full. Other dtypes, ``jax.export`` and groups that span hosts fall back to
     an ``all_gather`` of all tokens.
 
     Differentiable with respect to `tokens` and `weights`. The gradient of the tokens is one
@@ -408,7 +408,7 @@ def _decide(
             received = ctx.avals_out[0]
             nbytes = received.size * received.dtype.itemsize
             what = f"has {received.shape[0]} rows for what it receives, {nbytes} bytes"
-            why = "capacity=None drops nothing"
+            why = "capacity=None has room for all tokens"
             fallback.log_once(primitive.operation, call_sites.caller(), what, why)
         if selected.algorithm == "lax":
             return _lower_to_lax(ctx, primitive, xs, params, selected)

@@ -102,8 +102,8 @@ def moe_dispatch(
     Nothing is dropped if `capacity` is None and no token names an expert twice. Then `received` has
     room for the case that all tokens of all ranks come here; the log says at level INFO how many
     bytes that is. Else the first tokens of each rank keep their rows: position 0 of all ranks, then
-    position 1, until the room is full. Other dtypes, ``jax.export`` and groups that span hosts fall back to
-    an ``all_gather`` of all tokens.
+    position 1, until the room is full. Other dtypes, ``jax.export`` and groups that span hosts fall
+    back to an ``all_gather`` of all tokens.
 
     Differentiable with respect to `tokens` and `weights`. The gradient of the tokens is one
     exchange, as by `moe_combine` with weights of 1.

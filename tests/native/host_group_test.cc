@@ -594,13 +594,14 @@ std::string AmidSegments(std::chrono::milliseconds timeout, std::chrono::millise
   const jin::HostGroup::Operation operation{jin::Algorithm::kTwoShot, jin::ElementType::kF32, 16};
   std::vector<float> data[2] = {std::vector<float>(1000, 1), std::vector<float>(1000, 1)};
   std::vector<std::shared_ptr<jin::Ticket>> tickets;
+  // Rank 0 does not move while rank 1 does: together they could come to the end.
   for (int r = 0; r < 2; ++r) {
+    const auto hold = monitor.Hold();
     jin::Buffers buffers;
     buffers.Append({data[r].data(), data[r].data(), 4000});
     tickets.push_back(groups[r]->Arrive(r, Identity(0), operation, buffers));
   }
-  // Each of these steps ends a segment on rank 0. Rank 0 does not move while rank 1 does: together
-  // they could come to the end.
+  // Each of these steps ends a segment on rank 0.
   for (int step = 0; step < 5; ++step) {
     {
       const auto hold = monitor.Hold();

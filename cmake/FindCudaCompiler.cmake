@@ -1,6 +1,7 @@
 # Looks for an nvcc that works. Sets JAX_INTRANODE_CUDA_FOUND, and JAX_INTRANODE_CUDA_REASON if not.
 #
-# JAX_INTRANODE_CUDA is AUTO (use CUDA if there is a compiler), ON (fail without one) or OFF. Order:
+# JAX_INTRANODE_CUDA is AUTO (use CUDA if there is a compiler; fail without one if there are GPUs), ON
+# (fail without a compiler) or OFF. Order:
 # CMAKE_CUDA_COMPILER or CUDACXX, then nvcc in CUDA_HOME, on PATH or in /usr/local/cuda. With
 # JAX_INTRANODE_CUDA_WHEELS it is the nvcc of the wheels, whatever else there is.
 if(JAX_INTRANODE_CUDA STREQUAL "")
@@ -10,6 +11,7 @@ if(NOT JAX_INTRANODE_CUDA MATCHES "^(AUTO|ON|OFF)$")
   message(FATAL_ERROR "JAX_INTRANODE_CUDA=${JAX_INTRANODE_CUDA}: use one of AUTO, ON, OFF.")
 endif()
 set(JAX_INTRANODE_CUDA_FOUND OFF)
+set(NVIDIA_DEVICE /dev/nvidiactl CACHE FILEPATH "A file that is there if the machine has GPUs")
 set(JAX_INTRANODE_CUDA_REASON "JAX_INTRANODE_CUDA=OFF")
 if(NOT JAX_INTRANODE_CUDA STREQUAL "OFF")
   set(JAX_INTRANODE_CUDA_REASON
@@ -47,5 +49,9 @@ if(NOT JAX_INTRANODE_CUDA STREQUAL "OFF")
   endif()
   if(NOT JAX_INTRANODE_CUDA_FOUND AND JAX_INTRANODE_CUDA STREQUAL "ON")
     message(FATAL_ERROR "JAX_INTRANODE_CUDA=ON, but ${JAX_INTRANODE_CUDA_REASON}.")
+  endif()
+  if(NOT JAX_INTRANODE_CUDA_FOUND AND EXISTS "${NVIDIA_DEVICE}")
+    message(FATAL_ERROR "This machine has NVIDIA GPUs (${NVIDIA_DEVICE}), but "
+      "${JAX_INTRANODE_CUDA_REASON}. JAX_INTRANODE_CUDA=OFF builds for CPU devices only.")
   endif()
 endif()

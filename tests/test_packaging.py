@@ -146,12 +146,16 @@ def test_old_runtime(tmp_path: Path) -> None:
         (("JAX_INTRANODE_CUDA=MAYBE",), "JAX_INTRANODE_CUDA=MAYBE: use one of AUTO, ON, OFF."),
         (("JAX_INTRANODE_CUDA=1",), "JAX_INTRANODE_CUDA=1: use one of AUTO, ON, OFF."),
         (("JAX_INTRANODE_CUDA=ON",), "JAX_INTRANODE_CUDA=ON, but no nvcc was found that works;"),
-        (("JAX_INTRANODE_CUDA=AUTO",), None),
+        (("JAX_INTRANODE_CUDA=AUTO", "NVIDIA_DEVICE=/not/there"), None),
+        (
+            ("JAX_INTRANODE_CUDA=AUTO", f"NVIDIA_DEVICE={__file__}"),
+            "but no nvcc was found that works; set CUDACXX, CUDA_HOME or JAX_INTRANODE_CUDA_WHEELS=1",
+        ),
         (
             ("JAX_INTRANODE_CUDA=ON", "JAX_INTRANODE_CUDA_WHEELS=ON", "Python_EXECUTABLE=false"),
             "JAX_INTRANODE_CUDA_WHEELS=1, but false has no nvcc.",
         ),
-        (("JAX_INTRANODE_CUDA=OFF",), None),
+        (("JAX_INTRANODE_CUDA=OFF", f"NVIDIA_DEVICE={__file__}"), None),
     ],
 )
 def test_cuda_options(options: tuple[str, ...], message: str | None, tmp_path: Path) -> None:

@@ -68,9 +68,9 @@ inline std::string TextOf(const Failure& failure) {
   std::string advice;
   switch (failure.reason) {
     case FailureReason::kClosed:
-      return "jax_intranode: a program that was compiled before jax_intranode.shutdown() was "
-             "replayed from a CUDA graph. The CUDA context is lost; restart the program, and call "
-             "jax.clear_caches() after jax_intranode.shutdown().";
+      return "jax_intranode: a program was replayed from a CUDA graph after "
+             "jax_intranode.shutdown(), or after close() of a peer buffer that it uses. The CUDA "
+             "context is lost; restart the program. Call jax.clear_caches() after shutdown().";
     case FailureReason::kTimeout:
       text += " timed out after " + Seconds(failure.limit_s);
       advice =

@@ -315,7 +315,8 @@ VARIABLES = (
         _PREFIX + "CUDA",
         "`AUTO`, `ON`, `OFF`",
         "`AUTO`",
-        "whether to build the CUDA kernels; `AUTO`: if there is an `nvcc`; `ON`: fail without one",
+        "whether to build the CUDA kernels; `ON`: fail without an `nvcc`; `AUTO`: fail without "
+        "one on a machine with GPUs, and leave them out on others",
         reader="build",
     ),
     Variable(

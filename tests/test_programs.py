@@ -35,6 +35,11 @@ OUR_CALLS = {
     "mlp_block": {"psum_scatter": 2, "all_gather": 2},  # forward and backward
     "halo": {"ppermute": 4},  # in the body of a loop
     "mixture_of_experts": {"moe_dispatch": 1, "moe_combine": 1},
+    **{f"dispatch_{tokens}": {"moe_dispatch": 20} for tokens in (128, 4096)},
+    **{
+        f"dispatch_and_combine_{tokens}": {"moe_dispatch": 20, "moe_combine": 20}
+        for tokens in (128, 4096)
+    },
     "transformer": {"psum_scatter": 8, "all_gather": 8, "psum": 1},
     **{name: {"psum_residual_rms_norm": 4, "all_gather": 1} for name in LLAMAS},
 }

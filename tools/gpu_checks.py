@@ -97,8 +97,12 @@ def steps(out: Path, devices: int, cpu: bool) -> list[tuple[str, str, int, str, 
     by_8 = sizes if cpu else "-b 2K -e 64M -f 8"
     for name in ("psum", "pmax", "pmin", "ppermute"):
         bench("permutes", f"{name}_int32", 75, f"{name} {by_8} -d int32")
+    ways = "--ways ours,lax,none --lax-flags tuned"
     swaps = ",".join(f"swaps_{n}_of_{kib}k" for kib in (1, 64) for n in (1, 2))
     bench("permutes", "swaps", 80, f"halo,{swaps}")
+    bench("experts", "mixture_of_experts", 110, f"mixture_of_experts {ways}")
+    for name in ("dispatch", "dispatch_and_combine"):
+        bench("experts", name, 110, f"{name}_128,{name}_4096 --ways ours,lax,none")
     chains = f"{stress}/permutes.json --minutes {0.2 if cpu else 1.5} --operations"
     add("permutes", "random_permutes", 150, f"{chains} ppermute,pmax,pmin")
     for name in ("decode", "tensor_parallel", "sequence_parallel", "fsdp", "data_parallel"):
@@ -111,7 +115,6 @@ def steps(out: Path, devices: int, cpu: bool) -> list[tuple[str, str, int, str, 
     for name in ("decode_scanned", "decode_unrolled", "transformer", "mlp_block", "train_step"):
         bench("matmuls", name, 110, name)
     # In two commands, because starting processes and JAX takes as long as a program.
-    ways = "--ways ours,lax,none --lax-flags tuned"
     for name, programs in {
         "decoding": "decode_8b_1,decode_8b_16,decode_unrolled",
         "training": "transformer,train_step,train_step_sequence_parallel,mlp_block",

@@ -718,6 +718,32 @@ class _ExpertsSizes:
 _EXPERTS = {"gpu": _ExpertsSizes(2048, 2048, 1024, 16, 8), "cpu": _ExpertsSizes(16, 16, 32, 4, 2)}
 
 
+def _dense_dispatch(lib: Any, x: Any, ids: Any, experts: int, room: int) -> tuple[Any, Any]:
+    """Sends tokens by `all_to_all`, with the same room for each rank and expert.
+
+    Returns:
+        The rows of each expert of this rank, and the places of the tokens in what was sent.
+    """
+    n, choices = lax.axis_size("x"), ids.shape[1]
+    chosen = jax.nn.one_hot(ids.reshape(-1), experts, dtype=jnp.int32)
+    number = (jnp.cumsum(chosen, axis=0) * chosen).sum(1) - 1
+    place = jnp.where(number < room, ids.reshape(-1) * room + number, experts * room)
+    sent = jnp.zeros_like(x, shape=(experts * room, x.shape[1]))
+    sent = sent.at[place].set(jnp.repeat(x, choices, axis=0), mode="drop")
+    received = lib.all_to_all(sent.reshape(n, -1, x.shape[1]), "x", 0, 0)
+    of_expert = received.reshape(n, experts // n, room, -1).swapaxes(0, 1)
+    return of_expert.reshape(experts // n, n * room, -1), place
+
+
+def _dense_combine(lib: Any, results: Any, place: Any, weights: Any) -> Any:
+    n, width = lax.axis_size("x"), results.shape[-1]
+    of_device = results.reshape(len(results), n, -1, width).swapaxes(0, 1)
+    back = lib.all_to_all(of_device.reshape(n, -1, width), "x", 0, 0)
+    rows = back.reshape(-1, width).at[place].get(mode="fill", fill_value=0)
+    products = rows.reshape(*weights.shape, width).astype(jnp.float32) * weights[..., None]
+    return products.sum(1).astype(results.dtype)
+
+
 def _experts(lib: Any, mesh: Mesh) -> Program:
     """Tokens through the chosen experts, a residual add and a norm.
 
@@ -727,21 +753,6 @@ def _experts(lib: Any, mesh: Mesh) -> Program:
     sizes, n = _sizes(mesh, _EXPERTS), mesh.size
     experts, choices = n * sizes.experts, sizes.choices
     room = max(16, -(-2 * sizes.tokens * choices // experts))
-
-    def dense(x: Any, weights: Any, ids: Any, up: Any, down: Any) -> Any:
-        chosen = jax.nn.one_hot(ids.reshape(-1), experts, dtype=jnp.int32)
-        number = (jnp.cumsum(chosen, axis=0) * chosen).sum(1) - 1
-        place = jnp.where(number < room, ids.reshape(-1) * room + number, experts * room)
-        sent = jnp.zeros_like(x, shape=(experts * room, x.shape[1]))
-        sent = sent.at[place].set(jnp.repeat(x, choices, axis=0), mode="drop")
-        received = lib.all_to_all(sent.reshape(n, -1, x.shape[1]), "x", 0, 0)
-        of_expert = received.reshape(n, sizes.experts, room, -1).swapaxes(0, 1)
-        results = jax.nn.gelu(of_expert.reshape(sizes.experts, n * room, -1) @ up) @ down
-        of_device = results.reshape(sizes.experts, n, room, -1).swapaxes(0, 1)
-        back = lib.all_to_all(of_device.reshape(n, -1, x.shape[1]), "x", 0, 0)
-        rows = back.reshape(sent.shape).at[place].get(mode="fill", fill_value=0)
-        products = rows.reshape(len(x), choices, -1).astype(jnp.float32) * weights[..., None]
-        return products.sum(1).astype(x.dtype)
 
     def step(x: Any, router: Any, up: Any, down: Any) -> Any:
         scores = jnp.dot(x, router, preferred_element_type=jnp.float32)
@@ -756,7 +767,8 @@ def _experts(lib: Any, mesh: Mesh) -> Program:
             results = jnp.zeros_like(rows).at[place].set(results, mode="drop", unique_indices=True)
             result = lib.moe_combine(results, state)
         else:
-            result = dense(x, weights, ids, up, down)
+            of_expert, place = _dense_dispatch(lib, x, ids, experts, room)
+            result = _dense_combine(lib, jax.nn.gelu(of_expert @ up) @ down, place, weights)
         return _rms_norm(x + result), router, up, down
 
     h = sizes.hidden
@@ -768,6 +780,56 @@ def _experts(lib: Any, mesh: Mesh) -> Program:
     )
     specs = tuple(argument.sharding.spec for argument in arguments)
     f = jax.shard_map(step, mesh=mesh, in_specs=specs, out_specs=specs)
+    return _returning_shardings(f, arguments)
+
+
+# Exchanges of experts that do nothing: 8 of 64, rows of 7168.
+
+_EXCHANGES = 20
+
+
+def _exchanges(lib: Any, mesh: Mesh, tokens: int, back: bool) -> Program:
+    """Tokens to the ranks of their experts, and `back`, again and again. The experts do nothing.
+
+    Nothing is dropped: the room is that of the fullest rank, or with `all_to_all` of the fullest
+    expert.
+    """
+    hidden = _sizes(mesh, {"gpu": 7168, "cpu": 16})
+    tokens = _sizes(mesh, {"gpu": tokens, "cpu": 64})
+    n, experts, choices = mesh.size, 64, 8
+    scores = np.random.default_rng(0).random((n, tokens, experts))
+    of_ranks = np.argsort(scores)[..., :choices].astype(np.int32)
+    counts = np.array([np.bincount(of.reshape(-1), minlength=experts) for of in of_ranks])
+    capacity = int(counts.sum(0).reshape(n, -1).sum(1).max())
+
+    def exchange(x: Any, ids: Any, weights: Any) -> Any:
+        # The ids are computed, as by a router, so that each exchange also sends and sorts them.
+        ids = ids + (0 * x[0, 0]).astype(ids.dtype)
+        if hasattr(lib, "moe_dispatch"):
+            rows, _, state = lib.moe_dispatch(
+                x, ids, weights, "x", num_experts=experts, capacity=capacity
+            )
+            return lib.moe_combine(rows, state) if back else rows
+        rows, place = _dense_dispatch(lib, x, ids, experts, int(counts.max()))
+        return _dense_combine(lib, rows, place, weights) if back else rows[0]
+
+    def steps(x: Any, ids: Any, weights: Any) -> Any:
+        for _ in range(_EXCHANGES):  # not a loop, of which XLA would make no CUDA graph
+            # Each rank has tokens for each expert, so both libraries have the same first row.
+            x = x.at[0, :8].set(exchange(x, ids, weights)[0, :8])
+        return x, ids, weights
+
+    def placed(of_all: Any) -> Any:
+        sharding = NamedSharding(mesh, P("x"))
+        return jax.make_array_from_callback(of_all.shape, sharding, lambda part: of_all[part])
+
+    weights = np.full((n * tokens, choices), 1 / choices, np.float32)
+    arguments = (
+        _random(mesh, P("x"), (n * tokens, hidden), 0),
+        placed(of_ranks.reshape(-1, choices)),
+        placed(weights),
+    )
+    f = jax.shard_map(steps, mesh=mesh, in_specs=P("x"), out_specs=P("x"))
     return _returning_shardings(f, arguments)
 
 
@@ -786,6 +848,11 @@ PROGRAMS: dict[str, Callable[[Any, Mesh], Program]] = {
     "mlp_block": _mlp_block,
     "halo": _halo,
     "mixture_of_experts": _experts,
+    **{
+        f"{name}_{tokens}": partial(_exchanges, tokens=tokens, back=back)
+        for name, back in (("dispatch", False), ("dispatch_and_combine", True))
+        for tokens in (128, 4096)
+    },
     **{
         f"swaps_{neighbours}_of_{kib}k": partial(_swaps, neighbours=neighbours, nbytes=kib << 10)
         for kib in (1, 64)

@@ -123,7 +123,9 @@ def test_the_limit_that_a_reason_names_is_the_limit() -> None:
             # Groups of 3 use the rows of 4.
             exchanged = dtype in BARE and world <= (4 if setup[1] == "multi" else 2)
             measured = operation != "all_to_all" or setup[0] == "cpu" or exchanged
-            assert ("faster than lax" if measured else "(not measured)") in reason
+            assert (
+                "are faster than lax (measured" if measured else "kernels (not measured)"
+            ) in reason
             limit = int(reason.split("up to ")[1].split()[0])
             assert choose(setup, world, limit, dtype, operation).algorithm != "lax"
             element = ELEMENT_BYTES[dtype]

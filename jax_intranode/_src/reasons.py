@@ -143,6 +143,7 @@ NOT_MEASURED = NotFaster("no group of {ranks} ranks or more has been measured")
 NOT_TUNED = NotFaster("{reason}; a tuning of this node would decide")
 TOO_LARGE_TOGETHER = Reason("together the arrays are larger than 64 GiB")
 TOO_LARGE = NotFaster("{nbytes} bytes of {dtype}; up to {upto} are faster than lax {source}")
+ABOVE_ROWS = NotFaster("{nbytes} bytes of {dtype}; up to {upto} use our kernels (not measured)")
 
 # Overlapped matmuls.
 

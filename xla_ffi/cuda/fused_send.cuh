@@ -29,7 +29,8 @@
 //   numbers, so what it held before is the number of an operation that has ended. Nobody clears
 //   flags.
 //
-// tests/native/model/fused_model.cc repeats these steps and checks them; change it with this file.
+// Only runs on GPUs check these fences: the order of tiles alone has a test on CPUs
+// (tests/native/fused_order_test.cc).
 #pragma once
 
 #include "fused_feed.cuh"

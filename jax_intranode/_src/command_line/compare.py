@@ -435,7 +435,7 @@ def _texts_of_collectives(explanation: Any) -> list[str]:
         return [
             *texts,
             "collectives: it calls none of jax.lax, so nothing was replaced. Those that XLA's "
-            "partitioner adds stay as they are",
+            "partitioner adds stay as they are (run --auto --compare replaces them)",
         ]
     replaced = Counter(
         f"{call.operation} ({call.algorithm})" for call in found if call.algorithm != "lax"

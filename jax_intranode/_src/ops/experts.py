@@ -35,7 +35,7 @@ from jax_intranode._src.selection import select
 )
 @dataclass(frozen=True)
 class MoeState:
-    """What `moe_combine` needs to know of a `moe_dispatch`: arrays, and nothing else.
+    """What `moe_combine` needs to know of a `moe_dispatch`: arrays, and three static fields.
 
     Attributes:
         weights: float32 [n, T, k]: the weights of the tokens of all ranks.

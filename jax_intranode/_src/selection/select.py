@@ -158,7 +158,8 @@ def select(
             reason = f"{nbytes} bytes of {dtype} among {world_size} ranks {source}"
         else:
             upto = rows[-1].nbytes if rows else 0
-            return _lax(reasons.TOO_LARGE, nbytes=nbytes, dtype=dtype, upto=upto, source=source)
+            why = reasons.TOO_LARGE if not rows or rows[-1].measured else reasons.ABOVE_ROWS
+            return _lax(why, nbytes=nbytes, dtype=dtype, upto=upto, source=source)
     else:
         rows = rows or table.rows(hardware, mode, operation, packets, world_size)
         fitting = [row for row in rows if row.algorithm == algorithm]
@@ -355,7 +356,9 @@ def select_experts(
     sms = generations.of_hardware(hardware).sms
     most = resident_blocks(threads, definitions.MAX_WORLD_SIZE, sms)
     blocks = max(1, min(most, room, -(-nbytes // (definitions.PACK_BYTES * threads))))
-    return Selection(name, f"{nbytes} bytes of {dtype} among {world_size} ranks", blocks, threads)
+    source = "" if world_size <= 4 else " (not measured)"
+    reason = f"{nbytes} bytes of {dtype} among {world_size} ranks{source}"
+    return Selection(name, reason, blocks, threads)
 
 
 def few_rows_limit(hardware: str, operation: str, world_size: int, k: int, n: int) -> int:

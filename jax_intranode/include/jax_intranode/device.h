@@ -1,6 +1,6 @@
 // What kernels on the memory of several devices have in common: loads and stores of words that
 // others access at the same time, and how a thread waits and gives up. One source serves GPUs
-// (nvcc) and CPU devices (a C++ compiler).
+// (nvcc) and CPU devices (a C++ compiler). docs/own_kernels.md lists the public names.
 #pragma once
 
 #include "peer_types.h"
@@ -176,10 +176,10 @@ class WaitingThread {
   __device__ void Sync() const { __syncthreads(); }
 
   // Only one of the waiting threads of a warp reads the clock and host memory, and only rarely.
-  // Reading host memory takes longer the more threads do it. When all threads of a grid did, each
-  // millisecond that one rank waited cost it another one, for which the next rank then waited, and
-  // so on (2 H200s: 1 ms per operation instead of 9 us, for seconds).
-  // WaitAnd: such a thread calls `rarely()` before it reads the clock.
+  // Reading host memory takes longer the more threads do it. When all threads of a grid did, a rank
+  // that had waited 1 ms was 1 ms late itself, the next rank waited for it, and the delay went
+  // round (2 H200s: 1 ms per operation instead of 9 us, for seconds). WaitAnd: such a thread calls
+  // `rarely()` before it reads the clock.
   template <class Rarely>
   __device__ bool WaitAnd(int missing, Rarely&& rarely) {
     if (!timer_.Poll() || (threadIdx.x & 31) != __ffs(__activemask()) - 1) return true;

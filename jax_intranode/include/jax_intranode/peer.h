@@ -1,5 +1,6 @@
 // Kernels of your own on a peer buffer (`jax_intranode.peer_buffer`): memory that every rank of a
-// group can read and write. One source serves GPUs (nvcc) and CPU devices (a C++ compiler).
+// group can read and write. One source serves GPUs (nvcc) and CPU devices (a C++ compiler). The
+// names that docs/own_kernels.md lists are public. All others in this namespace may change.
 //
 // A kernel is a body: a function object that gets a thread and the peers, and has this form.
 //
@@ -17,11 +18,11 @@
 //   The data of a buffer have two halves, and calls alternate between them. Block b's End() waits
 //   until block b of every peer has begun this call. A kernel begins when the last one has ended
 //   (stream order; no programmatic dependent launch). Let call e + 1 of a rank end. Then every peer
-//   has begun call e + 1, so every peer has ended call e. A call
-//   e + 2, which uses the half of call e again, finds no rank that still reads or clears it. This
-//   does not depend on who sends to whom, on sizes, or on the number of blocks. All ranks have the
-//   same ones in a call, and they may change from one call to the next. One half would not do: a
-//   fast rank may be in call e + 1 while a slow one still reads the data of call e.
+//   has begun call e + 1, so every peer has ended call e. So call e + 2, which uses the half of
+//   call e again, finds no rank that still reads or clears it. This does not depend on who sends to
+//   whom, on sizes, or on the number of blocks. All ranks have the same ones in a call, and they
+//   may change from one call to the next. One half would not do: a fast rank may be in call e + 1
+//   while a slow one still reads the data of call e.
 //
 //   epoch[b]                The number of calls so far. Its owner's block b reads it, and advances
 //                           it at the end; block 0 advances those of blocks that were not launched.

@@ -11,7 +11,8 @@
 
 namespace jax_intranode::v1 {
 
-// Raised with every change of what this file declares. The namespace has the same number.
+// Raised when something that this file declares changes. A new type does not raise it. The
+// namespace has the same number.
 constexpr uint32_t kVersion = 1;
 
 constexpr int kMaxRanks = 8;     // of a group

@@ -41,6 +41,7 @@ import numpy as np
 TOOLS = Path(__file__).resolve().parent
 PROGRAMS = ("flax_imagenet", "flax_wmt", "gpt_oss", "qwen3")
 PROGRAMS += ("deepseek", "flax_gemma", "flax_lm1b", "flax_nnx_mlp", "maxtext_dense", "netket_ising")
+PROGRAMS += ("equinox_mlp", "keras_distribution", "optax_muon", "tunix_qwen3")
 DIFFERENCE = re.compile(r"^compare:   results: (?:they differ by at most (\S+) of|all have)", re.M)
 REPLACED = re.compile(r"^compare:   replaced: \d", re.M)
 

@@ -1,4 +1,4 @@
-"""Flags of XLA with which the collectives of `jax.lax` are faster: `--lax-flags tuned`."""
+"""Flags of XLA that should hide the collectives of `jax.lax`: `--lax-flags tuned`."""
 
 import dataclasses
 import os

@@ -102,6 +102,15 @@ def test_different_gpus_get_the_profile_of_the_slowest() -> None:
     assert isinstance(mixed, Profile) and mixed.scaled_from
 
 
+def test_measured_constants_bring_no_pipeline_that_was_slower() -> None:
+    of_backward = (SCATTER, 32768, 8192, 16384, 2, 0)
+    measured = dataclasses.replace(scaled(facts("NVIDIA H100 80GB HBM3")), scaled_from="")
+    chosen = plan_of(measured, *of_backward)
+    assert chosen == "the pipeline for reduce-scatters was slower on H100s"
+    chosen = plan_of(H200, *of_backward)
+    assert isinstance(chosen, Plan) and not chosen.fused
+
+
 @pytest.mark.parametrize("of_one", HOPPERS, ids=lambda of_one: of_one.device_kind)
 def test_scaled_profiles_give_sensible_plans(of_one: GpuFacts) -> None:
     """Every shape gets a plan that the kernels take, or a reason that says what it is based on."""

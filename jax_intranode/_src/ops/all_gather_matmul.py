@@ -114,7 +114,7 @@ def all_gather_matmul(
     gate and up), x is gathered once.
 
     On Hopper GPUs, for bfloat16 and float16 and for K and N that are multiples of 8, the all-gather
-    is overlapped with the matmuls where that is faster. Rows are multiplied as they arrive, summed
+    is overlapped with the matmuls where a model predicts a gain. Rows are multiplied as they arrive, summed
     in float32 and rounded once. Elsewhere the matmuls follow an all-gather: that of this package or
     that of ``jax.lax``, as for a call of ``jax_intranode.all_gather``. The products are then those
     of ``jnp.matmul``, with the precision of ``jax.default_matmul_precision``. `explain` says how a

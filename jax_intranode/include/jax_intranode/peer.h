@@ -26,7 +26,7 @@
 //
 //   epoch[b]                The number of calls so far. Its owner's block b reads it, and advances
 //                           it at the end; block 0 advances those of blocks that were not launched.
-//                           Only its parity is used, so it may wrap.
+//                           `Begin` returns it. It may wrap.
 //   busy[b]                 The owner's block b sets it at the beginning and clears it at the end.
 //                           A call that finds it set overlaps with another one, and gives up.
 //   begun[b]                How many calls have launched block b; the owner's block b writes it.

@@ -83,6 +83,9 @@ class Profile:
     scaled_from: str = ""
     # Where the constants come from if they were measured on this node (tuning.py); else empty.
     tuned_by: str = ""
+    # Whether reduce-scatters run as the pipeline. Between H100s that was slower than no overlap: the
+    # backward pass of 32768 x 16384 x 8192 was 0.93 times as fast. [bench matmul_reduce_scatter]
+    pipelines_scatters: bool = False
 
     # The GPU.
 
@@ -207,6 +210,7 @@ H200 = Profile(
     copy_bytes_per_s=375e9,
     link_bound_bytes_per_s=385e9,
     sender_bytes_per_s=330e9,
+    pipelines_scatters=True,
     pipeline_tile=128,
     pipeline_least_bytes=24e6,
     pipeline_least_bytes_ranks=4,
@@ -333,6 +337,7 @@ def scaled(facts: GpuFacts) -> Profile:
         H200,
         name=facts.device_kind,
         scaled_from=H200.name,
+        pipelines_scatters=False,
         sms=facts.sms,
         matmul_flops=flops,
         memory_bytes_per_s=H200.memory_bytes_per_s * memory,

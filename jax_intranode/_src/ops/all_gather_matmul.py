@@ -114,11 +114,11 @@ def all_gather_matmul(
     gate and up), x is gathered once.
 
     On Hopper GPUs, for bfloat16 and float16 and for K and N that are multiples of 8, the all-gather
-    is overlapped with the matmuls where a model predicts a gain. Rows are multiplied as they arrive, summed
-    in float32 and rounded once. Elsewhere the matmuls follow an all-gather: that of this package or
-    that of ``jax.lax``, as for a call of ``jax_intranode.all_gather``. The products are then those
-    of ``jnp.matmul``, with the precision of ``jax.default_matmul_precision``. `explain` says how a
-    call runs, and why.
+    is overlapped with the matmuls where a model predicts a gain. Rows are multiplied as they
+    arrive, summed in float32 and rounded once. Elsewhere the matmuls follow an all-gather: that of
+    this package or that of ``jax.lax``, as for a call of ``jax_intranode.all_gather``. The products
+    are then those of ``jnp.matmul``, with the precision of ``jax.default_matmul_precision``.
+    `explain` says how a call runs, and why.
 
     Differentiates as the expression above does, in forward and reverse mode and to any order. The
     tangent is ``all_gather_matmul(dx, w) + gathered @ dw``. In reverse mode one

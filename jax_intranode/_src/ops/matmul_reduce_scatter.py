@@ -50,8 +50,8 @@ def matmul_reduce_scatter(
 
     On Hopper GPUs, for bfloat16 and float16, for K and N that are multiples of 8 and for any
     `scatter_dimension` but the last, the reduce-scatter is overlapped with the matmul where a model
-    predicts a gain: products travel while others are computed. Elsewhere a reduce-scatter follows the
-    matmul: that of this package or that of ``jax.lax``, as for a call of
+    predicts a gain: products travel while others are computed. Elsewhere a reduce-scatter follows
+    the matmul: that of this package or that of ``jax.lax``, as for a call of
     ``jax_intranode.psum_scatter``. `explain` says how a call runs, and why.
 
     Each rank's product, its own too, is rounded to the result's dtype. The rounded products are

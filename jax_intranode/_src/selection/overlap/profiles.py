@@ -83,7 +83,7 @@ class Profile:
     scaled_from: str = ""
     # Where the constants come from if they were measured on this node (tuning.py); else empty.
     tuned_by: str = ""
-    # Whether reduce-scatters run as the pipeline. Between H100s that was slower than no overlap: the
+    # Whether reduce-scatters run as the pipeline. Between H100s that was slower than none: the
     # backward pass of 32768 x 16384 x 8192 was 0.93 times as fast. [bench matmul_reduce_scatter]
     pipelines_scatters: bool = False
 

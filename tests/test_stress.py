@@ -88,6 +88,18 @@ def test_programs_can_be_made_again() -> None:
         assert name in texts, name
 
 
+def test_few_operations() -> None:
+    """Collectives have all sizes; operations that the program compares are as small as in a mix."""
+    text = "psum,moe_dispatch,all_gather_matmul"
+    few = run._parser().parse_args(["--operations", text]).operations
+    made = [chains.make(7, number, 4, "cpu", few) for number in range(100)]
+    sizes: dict[str, int] = {}
+    for call in (call for program in made for call in program.calls):
+        sizes[call.operation] = max(sizes.get(call.operation, 0), 0, *call.shape)
+    assert sorted(sizes) == sorted(text.split(","))
+    assert sizes["psum"] > 4000 and sizes["moe_dispatch"] <= 64
+
+
 # The runner.
 
 

@@ -108,6 +108,7 @@ def make(
     most = dict.fromkeys(calls.OPERATIONS, elements)
     if operations:
         most = dict.fromkeys(operations, 1 << choose.integer(*_LOGARITHM[platform]))
+        most |= {name: columns for name in operations if name in calls.COMPARED}
     elif choose.integer(1, 4) == 1:
         most |= dict.fromkeys(calls.COMPARED, columns)
     check_vma = choose.integer(1, 5) < 3

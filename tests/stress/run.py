@@ -55,7 +55,8 @@ def _parser() -> argparse.ArgumentParser:
     add("--minutes", type=minutes, default=1, help="how long to run, in all (default 1)")
     add("--seed", type=int, help="makes the same programs again (default: a random one)")
     add("--program", type=int, metavar="NUMBER", help="run only the program with this number")
-    names, text = options.names_from(calls.OPERATIONS), "call only these, with arrays of all sizes"
+    names = options.names_from((*calls.OPERATIONS, *calls.COMPARED))
+    text = "call only these, collectives with arrays of all sizes"
     add("--operations", type=names, default=[], metavar="NAME[,NAME...]", help=text)
     add("--devices", type=int, help="number of devices (default all GPUs, or 4 CPU devices)")
     options.add_platform(parser)

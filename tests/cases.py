@@ -12,7 +12,6 @@ import functools
 import itertools
 import math
 import re
-import types
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 from unittest import mock
@@ -349,26 +348,6 @@ def x64(dtype: str) -> Iterator[None]:
         yield
     finally:
         jax.config.update("jax_enable_x64", before)
-
-
-# Collective matmuls of jax.lax.
-
-
-def _all_gather_matmul(x: Any, w: Any, axis: Any, *, gather_axis: int = 0) -> Any:
-    whole = lax.all_gather(x, axis, axis=gather_axis % x.ndim, tiled=True)
-    return [whole @ each for each in w] if isinstance(w, list) else whole @ w
-
-
-def _matmul_reduce_scatter(x: Any, w: Any, axis: Any, *, scatter_dimension: int = 0) -> Any:
-    return lax.psum_scatter(x @ w, axis, scatter_dimension=scatter_dimension % x.ndim, tiled=True)
-
-
-# The same functions made of jax.lax.
-LAX_MATMULS = types.SimpleNamespace(
-    all_gather_matmul=_all_gather_matmul,
-    matmul_reduce_scatter=_matmul_reduce_scatter,
-    matmul_all_reduce=lambda x, w, axis: lax.psum(x @ w, axis),
-)
 
 
 def float32_products(function: Any) -> Any:

@@ -4,17 +4,13 @@ from typing import Any
 from unittest import mock
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from cases import (
-    LAX_MATMULS,
     case,
     check,
-    check_like,
     everywhere,
     float32_products,
     line,
-    make_mesh,
     oracle,
     put,
     random,
@@ -24,7 +20,6 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jax_intranode
-from jax_intranode._src.native import extension
 from jax_intranode._src.selection import table
 
 
@@ -114,58 +109,3 @@ def sums_of_products_in_rank_order(dtype: str) -> None:
     want = oracle(np.asarray(spread.addressable_data(0)))
     check(part, want.reshape(part.shape))
     check(total, everywhere(want, n))
-
-
-@case(check_vma=(True, False), how=("reduce_scatter", "all_reduce"))
-@float32_products
-def gradients_of_matmuls(check_vma: bool, how: str) -> None:
-    """Gradients of a tensor-parallel layer in float32 match those of the whole layer in float64."""
-    mesh = line()
-    n = mesh.size
-    shapes = ((3, 2 * n, 9), (9, 3 * n), (3 * n, 9), (3, 2 * n, 9))
-    x, w1, w2, c = (random("float32", shape, seed) for seed, shape in enumerate(shapes))
-
-    def layer(x: Any, w1: Any, w2: Any) -> Any:
-        if how == "all_reduce":
-            return jax_intranode.matmul_all_reduce(jnp.tanh(x @ w1), w2, "x")
-        h = jax_intranode.all_gather_matmul(x, w1, "x", gather_axis=1)
-        return jax_intranode.matmul_reduce_scatter(jnp.tanh(h), w2, "x", scatter_dimension=1)
-
-    by_rows = P() if how == "all_reduce" else P(None, "x")
-    specs = (by_rows, P(None, "x"), P("x"))
-    f = sharded(layer, mesh, specs, by_rows, check_vma)
-    gradient = jax.jit(jax.grad(lambda x, w1, w2, c: (f(x, w1, w2) * c).sum(), argnums=(0, 1, 2)))
-    arrays = [put(mesh, spec, v) for spec, v in zip((*specs, by_rows), (x, w1, w2, c), strict=True)]
-    results = gradient(*arrays)
-    x, w1, w2, c = (v.astype(np.float64) for v in (x, w1, w2, c))
-    h = np.tanh(x @ w1)
-    dh = c @ w2.T * (1 - h**2)
-    expected = [dh @ w1.T, np.einsum("bsk,bsn->kn", x, dh), np.einsum("bsk,bsn->kn", h, c)]
-    for result, want in zip(results, expected, strict=True):
-        check(result, want.astype(np.float32), exact=False)
-
-
-@case(devices=4, check_vma=(True, False))
-@float32_products
-def matmuls_on_a_data_and_tensor_mesh(check_vma: bool) -> None:
-    """Gradients match lax's with weights replicated over "data" and devices in a random order."""
-    n = len(jax.devices()) // 2
-    order = np.random.default_rng(5).permutation(2 * n)
-    mesh = make_mesh((2, n), ("data", "x"), order)
-    values = (random("float32", (4, 3 * n, 5), 1), random("float32", (5, 2 * n), 2))
-    specs = (P("data", "x"), P(None, "x"))
-
-    def program(lib: Any) -> Any:
-        def layer(x: Any, w: Any) -> Any:
-            a, b = lib.all_gather_matmul(x, [w, jnp.sin(w[:, :1])], "x", gather_axis=1)
-            y = lib.matmul_reduce_scatter(jnp.tanh(a) * b, w.T, "x", scatter_dimension=1)
-            return y * lib.matmul_all_reduce(y, w, "x").sum(-1, keepdims=True)
-
-        f = sharded(layer, mesh, specs, P("data", "x"), check_vma)
-        return jax.jit(jax.value_and_grad(lambda x, w: (f(x, w) ** 2).sum(), argnums=(0, 1)))
-
-    arrays = [put(mesh, spec, v) for spec, v in zip(specs, values, strict=True)]
-    before = extension.handler_calls()
-    ours = jax.block_until_ready(program(jax_intranode)(*arrays))
-    assert extension.handler_calls() > before, "ours did not run"
-    check_like(ours, program(LAX_MATMULS)(*arrays), 1e-4)

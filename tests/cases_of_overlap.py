@@ -4,7 +4,6 @@ On CPUs the collective and the matmul run one after the other.
 """
 
 import functools
-import types
 from typing import Any
 
 import cases
@@ -12,9 +11,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import LAX_MATMULS, check, check_like, everywhere, line, put, sharded
+from cases import check, check_like, everywhere, line, put, sharded
 from jax import lax
 from jax.sharding import PartitionSpec as P
+from models import OF_LAX, gated_mlp
 from overlapped_cases import (
     ALL,
     PLANS,
@@ -203,18 +203,8 @@ def overlapped_all_reduce_transformed(check_vma: bool, plan: str) -> None:
 
     values.append(np.ones(n, np.float32))
     arrays = [put(mesh, P(mesh.axis_names), v.astype(jnp.bfloat16)) for v in values]
-    theirs = jax.jit(program(LAX_MATMULS))(*arrays)
+    theirs = jax.jit(program(OF_LAX))(*arrays)
     check_like(overlapped(program(jax_intranode), arrays, plan)(*arrays), theirs, 0)
-
-
-def layer(lib: Any) -> Any:
-    """A tensor-parallel block with sequence parallelism, of [batch, sequence, features]."""
-
-    def apply(x: Any, gate: Any, up: Any, down: Any) -> Any:
-        a, b = lib.all_gather_matmul(x, [gate, up], "x", gather_axis=1)
-        return lib.matmul_reduce_scatter(jax.nn.silu(a) * b, down, "x", scatter_dimension=1)
-
-    return apply
 
 
 @case(check_vma=(True, False), how=("plain", "remat", "scan"), plan=("pieces", "fused", "wgrad"))
@@ -227,7 +217,7 @@ def overlapped_gradients(check_vma: bool, how: str, plan: str) -> None:
     values = [cases.random("float32", shape, 30 + k) / 8 for k, shape in enumerate(shapes)]
 
     def gradient(lib: Any) -> Any:
-        block = layer(lib)
+        block = functools.partial(gated_mlp, lib)
         if how == "remat":
             block = jax.checkpoint(block)
 
@@ -246,8 +236,8 @@ def overlapped_gradients(check_vma: bool, how: str, plan: str) -> None:
     # One call each for the all-gather and the reduce-scatter, in both blocks or in the scan's body.
     calls = 2 if how == "scan" else 4
     ours = both_gradients(gradient(jax_intranode), short, plan, calls)(*short)
-    lax_short = jax.jit(gradient(LAX_MATMULS))(*short)
-    exact = jax.jit(gradient(LAX_MATMULS))(*wide)
+    lax_short = jax.jit(gradient(OF_LAX))(*short)
+    exact = jax.jit(gradient(OF_LAX))(*wide)
 
     # As close to the gradients in float32 as lax's, except for chance in rounding.
     def distance(a: Any, b: Any) -> float:
@@ -341,7 +331,7 @@ def check_with_delays(step: Any, compiled: Any) -> None:
         return sharded(f, mesh, P("x"), P("x"))
 
     arrays = [put(mesh, P("x"), v.astype(jnp.bfloat16)) for v in (x, w)]
-    theirs = jax.jit(program(_with_psum(LAX_MATMULS, lax)))(*arrays)
+    theirs = jax.jit(program(OF_LAX))(*arrays)
     mine = compiled(program(jax_intranode), arrays)
     for _ in range(3):
         check_like(mine(*arrays), theirs, 0)
@@ -365,10 +355,6 @@ def overlapped_chain_with_delays(plan: str) -> None:
     check_with_delays(step, lambda f, args: overlapped(f, args, plan))
 
 
-def _with_psum(matmuls: Any, lib: Any) -> Any:
-    return types.SimpleNamespace(**vars(matmuls), psum=lib.psum)
-
-
 @case(plan=("pieces", "fused", "direct"))
 def overlapped_without_dependence(plan: str) -> None:
     """Operations that may run in any order, over the groups of each axis and of both."""
@@ -388,7 +374,7 @@ def overlapped_without_dependence(plan: str) -> None:
 
     arrays = [put(mesh, P(mesh.axis_names), x.astype(jnp.bfloat16))]
     arrays.append(put(mesh, P(), w.astype(jnp.bfloat16)))
-    theirs = jax.jit(program(LAX_MATMULS))(*arrays)
+    theirs = jax.jit(program(OF_LAX))(*arrays)
     mine = overlapped(program(jax_intranode), arrays, plan)
     for _ in range(4):
         check_like(mine(*arrays), theirs, 0)
@@ -420,7 +406,7 @@ def overlapped_replayed(plan: str) -> None:
         return sharded(f, mesh, P("x"), P("x"))
 
     arrays = [put(mesh, P("x"), v.astype(jnp.bfloat16)) for v in (x, w)]
-    theirs = jax.jit(program(LAX_MATMULS))(*arrays)
+    theirs = jax.jit(program(OF_LAX))(*arrays)
     mine = both_gradients(program(jax_intranode), arrays, plan, 8)
     calls = 16 if PLANS[plan].wgrad else 8
     counts = []

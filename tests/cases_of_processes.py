@@ -30,8 +30,9 @@ def in_ranks(name: str) -> None:
 
 
 def _runs(row: contract.Row) -> bool:
-    """Transformations, and whatever needs four devices."""
-    transforms = row.run.__module__ in ("contract.control_flow", "contract.differentiation")
+    """Transformations, layers, and whatever needs four devices."""
+    modules = ("contract.control_flow", "contract.differentiation", "contract.layers")
+    transforms = row.run.__module__ in modules
     accelerated = row.how in (contract.ACCELERATED, contract.PARTLY, contract.DERIVED)
     return accelerated and (transforms or row.devices == 4)
 

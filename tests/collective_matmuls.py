@@ -8,9 +8,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import LAX_MATMULS, line, random, sharded
+from cases import line, random, sharded
 from devices import need_devices
 from jax.sharding import PartitionSpec as P
+from models import OF_LAX
 from tiers import full
 
 import jax_intranode
@@ -75,7 +76,7 @@ def like_lax(program: Callable[[Any], Callable[..., Any]], *args: Any) -> None:
     """Compares a program with ours to one with lax's; ours has to have custom calls."""
     ours = jax.jit(program(jax_intranode))
     assert collectives(ours, *args)
-    same(ours(*args), jax.jit(program(LAX_MATMULS))(*args))
+    same(ours(*args), jax.jit(program(OF_LAX))(*args))
 
 
 def collectives(f: Callable[..., Any], *args: Any) -> Counter[str]:

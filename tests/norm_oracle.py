@@ -51,19 +51,3 @@ def residual_norm(
         if bias is not None:
             y = y + bias.astype(f32)
         return y.astype(dtype), h
-
-
-def gradients(
-    h: Array, weight: Array, ct_y: Array, ct_h: Array, *, norm: str, eps: float
-) -> tuple[Array, Array, Array]:
-    """Gradients of sum(y * ct_y) + sum(h * ct_h) in float64: of h, the weight and the bias."""
-    h, weight, ct_y, ct_h = (v.astype(np.float64) for v in (h, weight, ct_y, ct_h))
-    d = h - h.mean(-1, keepdims=True) if norm == "layer_norm" else h
-    factor = 1 / np.sqrt((d * d).mean(-1, keepdims=True) + eps)
-    n = d * factor
-    ct_n = ct_y * weight
-    ct_d = factor * (ct_n - n * (ct_n * n).mean(-1, keepdims=True))
-    if norm == "layer_norm":
-        ct_d = ct_d - ct_d.mean(-1, keepdims=True)
-    rows = tuple(range(h.ndim - 1))
-    return ct_d + ct_h, (ct_y * n).sum(rows), ct_y.sum(rows)

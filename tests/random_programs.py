@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from typing import Any
+from unittest import mock
 
 import jax
 import numpy as np
@@ -26,6 +27,7 @@ from stress import calls as stress_calls
 from stress.calls import Call, Seeded, random_call, random_carries
 
 import jax_intranode
+from jax_intranode._src.rewrite.collectives import Body
 
 WAYS_OF_PERMUTES = tuple(way for way in stress_calls.WAYS if way != "late")
 
@@ -107,6 +109,30 @@ def random_permutes(first: int) -> None:
             check(compiled_of_ours(chain(calls, mesh), value)(value), want)
             f = stress_calls.chain(calls, mesh, jax.lax)
             check(jax.jit(lambda v, f=f: f(v, 0))(value), want)
+
+
+# Few elements, so that the programs take ours. The number of a matmul's columns.
+REWRITTEN = FEW | {"ragged_all_to_all": 60} | dict.fromkeys(stress_calls.MATMULS, 16)
+
+
+@case(seed=range(60))
+def rewritten_program(seed: int) -> None:
+    """A chain of calls of jax.lax, in loops, branches and gradients, has our bits if rewritten."""
+    mesh = meshes()[seed % 3 % len(meshes())]
+    if not takes_part(mesh):
+        return
+    jax_intranode.initialize(mesh)
+    choose = Seeded(seed)
+    ways = [way for way in stress_calls.WAYS if way != "late"]
+    calls = [random_call(choose, mesh, REWRITTEN, ways=ways, leaves=3) for _ in range(6)]
+    f = stress_calls.chain(calls, mesh, jax.lax, check_vma=False)
+    overlapped = mock.patch.object(Body, "is_overlapped", lambda *_, **__: True)
+    with x64("float64"), jax_intranode.accelerate(), overlapped:
+        carries, value = random_carries(mesh, seed)
+        before = jax_intranode.usage_counter()
+        result = jax.jit(lambda v: f(v, 0))(value)
+        check(result, expected_of_chain(calls, mesh, carries))
+        assert jax_intranode.usage_counter() > before
 
 
 @case()

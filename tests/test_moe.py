@@ -1,8 +1,10 @@
-"""moe_dispatch and moe_combine: gradients, transformations, errors, and where lax runs them.
+"""moe_dispatch and moe_combine: dropped rows, odd operands, errors, and where lax runs them.
 
-cases_of_experts.py compares their results with NumPy's, for random routings.
+cases_of_experts.py compares their results with NumPy's, for random routings; the contract has
+gradients and transformations.
 """
 
+import functools
 import logging
 import re
 from collections.abc import Callable, Iterator
@@ -13,10 +15,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import line, make_mesh, put, sharded
+from cases import line, put, sharded
 from devices import need_devices
 from jax import export
 from jax.sharding import PartitionSpec as P
+from models import dense_experts as dense
+from models import experts
 
 import jax_intranode
 from jax_intranode._src.ops import fallback
@@ -42,23 +46,9 @@ def operands(seed: int = 0, dtype: str = "float32") -> tuple[Any, Any, Any, Any]
     return x, ids, weights, factors
 
 
-def layer(capacity: int | None = None, wrap: Any = lambda f: f, axes: Any = "x") -> Any:
-    """(x, ids, weights, factors) of a rank -> the results; experts multiply and take a sine."""
-
-    def of_experts(x: Any, ids: Any, weights: Any, factors: Any) -> Any:
-        rows, sizes, state = jax_intranode.moe_dispatch(
-            x, ids, weights, axes, num_experts=EXPERTS, capacity=capacity
-        )
-        expert = jnp.repeat(jnp.arange(len(sizes)), sizes, total_repeat_length=len(rows))
-        return jax_intranode.moe_combine(jnp.sin(rows * factors[expert]), state)
-
-    return wrap(of_experts)
-
-
-def dense(x: Any, ids: Any, weights: Any, factors: Any) -> Any:
-    of_all = jnp.sin(x[:, None] * factors)
-    chosen = jnp.take_along_axis(of_all, jnp.maximum(ids, 0)[..., None], 1)
-    return (chosen * jnp.where(ids < 0, 0, weights)[..., None]).sum(1)
+def layer(capacity: int | None = None) -> Any:
+    """(x, ids, weights, factors) of a rank -> the results."""
+    return functools.partial(experts, jax_intranode, capacity=capacity)
 
 
 def program(body: Any, check_vma: bool = True) -> Callable[..., Any]:
@@ -77,44 +67,6 @@ def gradients(f: Any, x: Any, ids: Any, weights: Any, factors: Any) -> Any:
 def assert_close(found: Any, wanted: Any) -> None:
     for v, w in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
         np.testing.assert_allclose(v, w, rtol=2e-5, atol=2e-5)
-
-
-@pytest.mark.parametrize("check_vma", [True, False])
-def test_gradients_are_those_of_the_dense_layer(check_vma: bool) -> None:
-    args = operands()
-    assert_close(gradients(program(layer(), check_vma), *args), gradients(dense, *args))
-
-
-@pytest.mark.parametrize(
-    "wrap",
-    [
-        jax.checkpoint,
-        lambda f: lambda *args: jax.lax.cond(args[0].sum() < 1e6, f, lambda *a: a[0], *args),
-        lambda f: lambda x, *args: jax.lax.scan(lambda v, _: (f(v, *args), None), x, None, 1)[0],
-    ],
-    ids=["checkpoint", "cond", "scan"],
-)
-def test_gradients_through_transformations(wrap: Any) -> None:
-    args = operands(1)
-    f = program(layer(wrap=wrap))
-    assert_close(gradients(f, *args), gradients(dense, *args))
-
-
-def test_forward_mode_and_second_derivatives() -> None:
-    x, ids, weights, factors = operands(2)
-    tangents = tuple(jnp.cos(v) for v in (x, weights, factors))
-
-    def derivatives(f: Any) -> Any:
-        def of(x: Any, w: Any, v: Any) -> Any:
-            return loss(f, x, ids, w, v)
-
-        def directional(*primals: Any) -> Any:
-            return jax.jvp(of, primals, tangents)[1]
-
-        primals = x, weights, factors
-        return jax.jit(jax.value_and_grad(directional, (0, 1, 2)))(*primals)
-
-    assert_close(derivatives(program(layer())), derivatives(dense))
 
 
 def test_gradients_of_dropped_rows_are_zero() -> None:
@@ -157,38 +109,6 @@ def test_state_is_a_value() -> None:
     y = jax.jit(program(jax_intranode.moe_combine))(rows, state)
     wanted = (jnp.where(ids < 0, 0, weights).sum(1)[:, None]) * x
     np.testing.assert_allclose(y, wanted, rtol=1e-5, atol=1e-6)
-
-
-def test_over_two_axes_and_beside_another() -> None:
-    need_devices(8)
-    rng = np.random.default_rng(0)
-    mesh = make_mesh((2, 2, 2), ("a", "b", "c"))
-    x, weights = expert_routings.operands(rng, 8, TOKENS, HIDDEN, TOP, "float32")
-    ids = expert_routings.routing(rng, 8, TOKENS, TOP, EXPERTS, "any")
-
-    def body(*xs: Any) -> Any:
-        def of(*xs: Any) -> Any:
-            rows, _, state = jax_intranode.moe_dispatch(*xs, ("c", "a"), num_experts=EXPERTS)
-            return jax_intranode.moe_combine(rows, state)
-
-        return of(*(v[0, 0, 0] for v in xs))[None, None, None]
-
-    args = [v.reshape(2, 2, 2, TOKENS, -1) for v in (x, ids, weights)]
-    f = jax.jit(sharded(body, mesh, P("a", "b", "c"), P("a", "b", "c")))
-    found = f(*args)
-    for b in range(2):
-        x_b, ids_b, weights_b = (v[:, b].swapaxes(0, 1).reshape(4, TOKENS, -1) for v in args)
-        wanted = expert_routings.expected(x_b, ids_b, EXPERTS, 4 * TOKENS)
-        y = wanted.combined(wanted.received, weights_b).reshape(2, 2, TOKENS, HIDDEN)
-        np.testing.assert_array_equal(found[:, b].swapaxes(0, 1), y)
-
-
-def test_vmap_and_eager() -> None:
-    batches = [operands(seed) for seed in (5, 6)]
-    f = program(layer())
-    stacked = [np.stack(of_all) for of_all in zip(*batches, strict=True)]
-    each = [f(*args) for args in batches]
-    np.testing.assert_array_equal(jax.jit(jax.vmap(f))(*stacked), np.stack(each))
 
 
 @pytest.mark.parametrize("shape", [(0, 8, 3), (6, 0, 3), (6, 8, 0)])
@@ -269,13 +189,6 @@ def test_one_rank() -> None:
     assert_close(f(*args), dense(*args))
 
 
-def test_axis_of_vmap() -> None:
-    x, ids, weights, factors = operands(10)
-    args = [v.reshape(N, -1, v.shape[-1]) for v in (x, ids, weights, factors)]
-    found = jax.vmap(layer(), axis_name="x")(*args)
-    assert_close(found.reshape(x.shape), dense(x, ids, weights, factors))
-
-
 @pytest.mark.parametrize("kind", expert_routings.KINDS)
 @pytest.mark.parametrize("capacity", [None, 7])
 def test_random_routings_by_lax(kind: str, capacity: int | None) -> None:
@@ -322,7 +235,7 @@ def test_room_for_all_is_logged(caplog: Any, monkeypatch: pytest.MonkeyPatch) ->
     rows = N * TOKENS * min(TOP, EXPERTS // N)
     assert len(lines) == 1
     assert re.search(
-        rf"test_moe.py:\d+ .* has {rows} rows for what it receives, {rows * HIDDEN * 4} bytes: "
+        rf"models.py:\d+ .* has {rows} rows for what it receives, {rows * HIDDEN * 4} bytes: "
         "capacity=None has room for all tokens",
         lines[0],
     )

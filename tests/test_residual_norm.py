@@ -8,10 +8,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import check_like, line, put, sharded
-from cases_of_norms import EPS, function, normal, operands
+from cases import line, sharded
+from cases_of_norms import EPS, normal
 from devices import need_devices
-from jax import lax
 from jax.sharding import PartitionSpec as P
 from tiers import full
 
@@ -31,7 +30,6 @@ QUICK = {
     "unusual_values": ("bfloat16",),
     "batch_invariance": ("bfloat16",),
     "parts_of_the_rows": ("bfloat16-rms_norm",),
-    "gradients": ("rms_norm-False-True", "layer_norm-False-False", "rms_norm-True-True"),
 }
 
 
@@ -89,72 +87,6 @@ def test_what_the_kernels_do_not_take_falls_back(hidden: int, dtype: str, reason
     tolerance = 1e-4 if dtype == "float32" else 1e-12
     np.testing.assert_allclose(h, exact, rtol=tolerance, atol=tolerance)
     np.testing.assert_allclose(got, want, rtol=tolerance, atol=tolerance)
-
-
-@pytest.mark.parametrize("scatters", [False, True])
-@pytest.mark.parametrize("batched", ["rows", "everything", "parameters"])
-def test_vmap_is_a_loop(scatters: bool, batched: str) -> None:
-    n, size = len(jax.devices()), 3
-    x, residual, weight, bias = (
-        normal("bfloat16", shape, k)
-        for k, shape in enumerate(((size, n, 2 * n, 24), (size, 2 * n, 24), (size, 24), (size, 24)))
-    )
-    axes = {
-        "rows": (0, 0, None, None),
-        "everything": (0, 0, 0, 0),
-        "parameters": (None, None, 0, 0),
-    }
-    dims = axes[batched]
-    arguments = [
-        v if d is not None else v[0] for v, d in zip((x, residual, weight, bias), dims, strict=True)
-    ]
-
-    def body(x: Any, residual: Any, weight: Any, bias: Any) -> Any:
-        return function("rms_norm", scatters)(x[0], residual, weight, "x", eps=EPS, bias=bias)
-
-    of_rows = P("x") if scatters else P()
-    f = sharded(body, line(), (P("x"), of_rows, P(), P()), of_rows, check_vma=True)
-    mapped = jax.jit(jax.vmap(f, dims))(*arguments)
-    looped = [
-        jax.jit(f)(*(v if d is None else v[k] for v, d in zip(arguments, dims, strict=True)))
-        for k in range(size)
-    ]
-    for k, results in enumerate(looped):
-        for whole, one in zip(mapped, results, strict=True):
-            np.testing.assert_array_equal(cases.bits(whole[k]), cases.bits(np.asarray(one)))
-
-
-@pytest.mark.parametrize("check_vma", [True, full(False)])
-def test_gradients_under_transformations(check_vma: bool) -> None:
-    """Under remat, scan and jit, and second derivatives: as the composition of jax.lax's."""
-    mesh = line()
-    x, residual, weight = operands("float32", mesh.size, (2, 16), False)
-
-    def composed(x: Any, residual: Any, weight: Any, axis: str, *, eps: float) -> Any:
-        h = lax.psum(x, axis) + residual
-        return h / jnp.sqrt((h * h).mean(-1, keepdims=True) + eps) * weight, h
-
-    def gradients(norm: Any) -> Any:
-        def body(x: Any, residual: Any, weight: Any) -> Any:
-            @jax.checkpoint
-            def layer(h: Any, _: Any) -> Any:
-                y, h = norm(jnp.sin(x[0] * h), h, weight, "x", eps=EPS)
-                return h + jnp.cos(y), jnp.sum(y)
-
-            def loss(residual: Any, weight: Any) -> Any:
-                h, sums = lax.scan(lambda h, _: layer(h * weight, _), residual, None, length=2)
-                return jnp.sum(h) + jnp.sum(sums**2)
-
-            first = jax.grad(loss, argnums=(0, 1))(residual, weight)
-            second = jax.jvp(jax.grad(loss), (residual, weight), (residual, weight))[1]
-            return first, second
-
-        f = sharded(body, mesh, (P("x"), P(), P()), P(), check_vma)
-        specs = (P("x"), P(), P())
-        arguments = [put(mesh, s, v) for s, v in zip(specs, (x, residual, weight), strict=True)]
-        return jax.jit(f)(*arguments)
-
-    check_like(gradients(jax_intranode.psum_residual_rms_norm), gradients(composed), tolerance=2e-3)
 
 
 def test_only_what_is_differentiated_is_sent() -> None:

@@ -4,7 +4,7 @@ docs/contract.md has one line for each row. tests/test_contract.py runs the rows
 some also run in a process per device.
 """
 
-from contract import axes, control_flow, differentiation, operands, programs, rows, sharding
+from contract import axes, control_flow, differentiation, layers, operands, programs, rows, sharding
 from contract.rows import ACCELERATED, DERIVED, PARTLY, Row, check
 
 __all__ = ["ACCELERATED", "DERIVED", "PARTLY", "ROWS", "SUBJECTS", "Row", "check"]
@@ -16,6 +16,7 @@ SUBJECTS = {
     "Sharding": sharding,
     "Control flow, batching and memory": control_flow,
     "Differentiation": differentiation,
+    "Matmuls, norms and experts": layers,
     "Programs": programs,
 }
 # In the order of the tables.

@@ -50,6 +50,7 @@ class Row:
         run: Builds and runs programs with a given library; returns the results to compare.
         devices: Number of devices that it needs.
         of_xla: The collectives of XLA that must not take the place of ours, as a pattern.
+        tolerance: How far results may be apart, relative to the largest; by default not at all.
     """
 
     name: str
@@ -58,6 +59,7 @@ class Row:
     run: Callable[[Any], Any]
     devices: int
     of_xla: str
+    tolerance: float
 
     def collectives(self, text: str) -> int:
         """The number of XLA's collectives in a program."""
@@ -69,14 +71,18 @@ ROWS: dict[str, Row] = {}
 
 
 def row(
-    what: str, how: str, devices: int = 2, of_xla: str = EVERY_COLLECTIVE
+    what: str,
+    how: str,
+    devices: int = 2,
+    of_xla: str = EVERY_COLLECTIVE,
+    tolerance: float = 0.0,
 ) -> Callable[[Any], Any]:
     """Adds a row to the table, under the name of the function."""
 
     def add(function: Callable[[Any], Any]) -> Callable[[Any], Any]:
         name = function.__name__.strip("_").replace("_", "-")
         assert name not in ROWS and how in HOW
-        ROWS[name] = Row(name, what, how, function, devices, of_xla)
+        ROWS[name] = Row(name, what, how, function, devices, of_xla, tolerance)
         return function
 
     return add
@@ -126,17 +132,17 @@ def outcome(tested: Row, lib: Any) -> Outcome:
     return Outcome(result, list(PROGRAMS), extension.handler_calls() - before)
 
 
-def compare(ours: Any, theirs: Any, path: str = "result") -> None:
+def compare(ours: Any, theirs: Any, tolerance: float = 0.0, path: str = "result") -> None:
     """Compares everything that a user can see of two results."""
     assert type(ours) is type(theirs), f"{path}: {ours!r} is not {theirs!r}"
     if isinstance(ours, (tuple, list)):
         assert len(ours) == len(theirs), path
         for k, (a, b) in enumerate(zip(ours, theirs, strict=True)):
-            compare(a, b, f"{path}[{k}]")
+            compare(a, b, tolerance, f"{path}[{k}]")
     elif isinstance(ours, dict):
         assert list(ours) == list(theirs), path
         for key in ours:
-            compare(ours[key], theirs[key], f"{path}[{key!r}]")
+            compare(ours[key], theirs[key], tolerance, f"{path}[{key!r}]")
     elif isinstance(ours, Raised):
         assert ours.type is theirs.type, f"{path}: {ours} is not {theirs}"
     elif isinstance(ours, jax.Array):
@@ -148,10 +154,14 @@ def compare(ours: Any, theirs: Any, path: str = "result") -> None:
         if jnp.issubdtype(ours.dtype, jax.dtypes.prng_key):
             ours, theirs = jax.random.key_data(ours), jax.random.key_data(theirs)
         for a, b in zip(ours.addressable_shards, theirs.addressable_shards, strict=True):
-            compare(np.asarray(a.data), np.asarray(b.data), f"{path} on {a.device}")
+            compare(np.asarray(a.data), np.asarray(b.data), tolerance, f"{path} on {a.device}")
     elif isinstance(ours, (np.ndarray, np.generic)):
         assert ours.shape == theirs.shape and ours.dtype == theirs.dtype, path
-        assert ours.tobytes() == theirs.tobytes(), f"{path}: {ours} is not {theirs}"
+        if tolerance and ours.dtype.kind == "f":
+            size = np.abs(theirs).max(initial=1.0)
+            np.testing.assert_allclose(ours, theirs, tolerance, tolerance * size, err_msg=path)
+        else:
+            assert ours.tobytes() == theirs.tobytes(), f"{path}: {ours} is not {theirs}"
     else:
         assert ours == theirs, f"{path}: {ours!r} is not {theirs!r}"
 
@@ -167,7 +177,7 @@ def check(row: Row) -> None:
         assert isinstance(loaded, list)
         assert "needs jax_intranode.initialize(mesh)" in str(ours_loaded)
         return
-    compare(ours.result, theirs.result)
+    compare(ours.result, theirs.result, row.tolerance)
     if row.how == ERROR:
         results = jax.tree.leaves(theirs.result)
         assert all(isinstance(result, Raised) for result in results), "lax raises no error"

@@ -10,7 +10,6 @@ pytestmark = pytest.mark.one_version
 # transformation ends before a program is lowered, so the number of processes matters little to it.
 # Each process compiles each program: four processes get fewer cases.
 QUICK = {
-    "gradients_of_matmuls": ("True-reduce_scatter",),
     "every_dtype_and_count": (*("float32-one_shot", "bfloat16-two_shot", "int8-one_shot"),),
     "every_dtype_and_count_of_parts": (
         *("float64-psum_scatter", "bfloat16-psum_scatter", "int8-all_gather", "int8-all_to_all"),
@@ -28,6 +27,7 @@ QUICK = {
     "ragged_of_tables_in_a_loop": ("2",),
     "experts_of_random_routings": ("2-1", "2-4"),
     "random_programs_in_turn": (),
+    "rewritten_program": (),
     "independent_calls_of_unequal_cost": (),
     "beside_lax": ("psum",),
     "chain_with_delays": ("psum", "all_gather", "ppermute"),
@@ -38,7 +38,6 @@ QUICK = {
     "word_of_no_data": ("ppermute",),
 }
 QUICK_OF_FOUR = QUICK | {
-    "matmuls_on_a_data_and_tensor_mesh": (),
     "every_dtype_and_count": ("bfloat16-two_shot",),
     "every_dtype_and_count_of_parts": ("float64-psum_scatter",),
     "segments_of_every_dtype": ("psum-bfloat16",),

@@ -2,7 +2,7 @@
 
 import functools
 import re
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 from typing import Any
 from unittest import mock
 
@@ -13,6 +13,7 @@ from cases import line, sharded
 from jax import lax
 from jax.sharding import PartitionSpec as P
 from lowered import compare_lowered
+from models import OF_LAX
 from rewritten_matmuls import (  # noqa: F401
     AG,
     COLUMNS,
@@ -163,27 +164,6 @@ def tool() -> ModuleType:
     return compare_lowered()
 
 
-def by_lax_gather(
-    x: Any, w: Any, axis: Any, *, gather_axis: int = 0, return_gathered: bool = False
-) -> Any:
-    whole = lax.all_gather(x, axis, axis=gather_axis, tiled=True)
-    products = [whole @ v for v in w] if isinstance(w, list) else whole @ w
-    return (products, whole) if return_gathered else products
-
-
-def by_lax_scatter(x: Any, w: Any, axis: Any, *, scatter_dimension: int = 0) -> Any:
-    return lax.psum_scatter(x @ w, axis, scatter_dimension=scatter_dimension, tiled=True)
-
-
-BY_LAX = SimpleNamespace(
-    all_gather_matmul=by_lax_gather,
-    matmul_reduce_scatter=by_lax_scatter,
-    matmul_all_reduce=lambda x, w, axis: lax.psum(x @ w, axis),
-    all_gather=lax.all_gather,
-    pmean=lax.pmean,
-)
-
-
 @pytest.mark.parametrize("check_vma", [True, False])
 @pytest.mark.parametrize("size", ["large", "narrow"])
 @pytest.mark.parametrize(
@@ -227,7 +207,7 @@ def test_calls_of_programs_for_gpus(
     ):
         by_hand, matmuls = calls(jax_intranode)
         with jax_intranode.accelerate():
-            rewritten, found = calls(BY_LAX)
+            rewritten, found = calls(OF_LAX)
     assert found == matmuls and found
     # JAX's own sum for a gradient is replaced, too.
     of_sums = ("jax_intranode_psum", "all-reduce")

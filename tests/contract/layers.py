@@ -1,0 +1,431 @@
+"""Rows of the contract: collective matmuls, norms after sums, and experts.
+
+`jax.lax` has no such functions: tests/models.py makes them of those that it has.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import expert_routings
+import jax
+import jax.numpy as jnp
+import models
+import numpy as np
+from jax import lax
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+from contract.rows import (
+    ACCELERATED,
+    BY_X,
+    DERIVED,
+    LAX,
+    TOGETHER,
+    row,
+    run,
+    shmap,
+    small,
+    square,
+    under_both,
+)
+
+# Matmuls.
+
+COLUMNS = P(None, "x")
+# Operands of `every_matmul`, whose rows differ between ranks.
+SPECS = P("x"), P()
+
+
+def every_matmul(lib: Any, x: Any, w: Any) -> dict[str, Any]:
+    """Each collective matmul of a rank's x and w."""
+    TOGETHER.update(("all_gather", "psum_scatter", "psum"))
+    lib = models.functions(lib)
+    products, whole = lib.all_gather_matmul(x, [w, w[:, :2]], "x", return_gathered=True)
+    return {
+        "list": [*products, whole],
+        "alone": lib.all_gather_matmul(x, w, "x", gather_axis=-2),
+        "scattered": lib.matmul_reduce_scatter(x, w, "x"),
+        "summed": lib.matmul_all_reduce(x, w, "x"),
+    }
+
+
+def arguments() -> tuple[np.ndarray, np.ndarray]:
+    return small(8, 3, top=3), small(3, 4, seed=1, top=3)
+
+
+def loss(f: Callable[..., Any]) -> Callable[..., Any]:
+    """A number that is not linear in the results."""
+    return lambda *args: sum((y * y).sum() for y in jax.tree.leaves(f(*args)))
+
+
+def exactly(
+    body: Callable[..., Any],
+    *values: Any,
+    in_specs: Any = SPECS,
+    out_specs: Any = BY_X,
+    mesh: Any = None,
+    transform: Callable[[Any], Any] = lambda f: f,
+) -> Any:
+    """Runs a transformed shard_map of a body whose products have all their bits."""
+    with jax.default_matmul_precision("highest"):
+        return under_both(
+            lambda check: run(transform(shmap(body, mesh, in_specs, out_specs, check)), *values)
+        )
+
+
+def per_rank(tree: Any) -> Any:
+    return jax.tree.map(lambda v: v[None], tree)
+
+
+@row("every axis that can be gathered or scattered; matrices of unequal widths", ACCELERATED)
+def matmuls(lib: Any) -> Any:
+    lib = models.functions(lib)
+
+    def body(x: Any, w: Any) -> Any:
+        gathered, scattered = (
+            [lib.all_gather_matmul(x, w, "x", gather_axis=k) for k in (*range(x.ndim - 1), -2)],
+            [lib.matmul_reduce_scatter(x, w, "x", scatter_dimension=k) for k in range(-1, x.ndim)],
+        )
+        several = lib.all_gather_matmul(x, [w, w[:, :2], w[:, 2:]], "x", return_gathered=True)
+        return per_rank((gathered, scattered, several, lib.matmul_all_reduce(x, w, "x")))
+
+    w = small(3, 6, seed=1)
+    shapes = (8, 3), (4, 2, 3), (4, 2, 6, 3)
+    return [exactly(body, small(*shape), w) for shape in shapes]
+
+
+@row("`preferred_element_type`: dtypes of results and of gradients", DERIVED)
+def matmuls_of_short_dtypes(lib: Any) -> Any:
+    lib = models.functions(lib)
+
+    def of(dtype: str, preferred: Any) -> Any:
+        def body(x: Any, w: Any) -> Any:
+            how = {"preferred_element_type": preferred}
+            y = lib.all_gather_matmul(x, w, "x", **how)
+            z = lib.matmul_reduce_scatter(x, w, "x", scatter_dimension=1, **how)
+            return y, z, lib.matmul_all_reduce(x, w, "x", **how)
+
+        def transform(f: Any) -> Any:
+            def both(*args: Any) -> Any:
+                results, pull_back = jax.vjp(f, *args)
+                return results, pull_back(jax.tree.map(jnp.ones_like, results))
+
+            return both
+
+        values = (v.astype(dtype) for v in (small(4, 3, top=2), small(3, 4, seed=1, top=2)))
+        return exactly(body, *values, transform=transform)
+
+    pairs = [(dtype, to) for dtype in ("bfloat16", "float16") for to in (None, "float32")]
+    pairs += [("float8_e4m3fn", "float32"), ("float8_e5m2", "bfloat16")]
+    with jax.numpy_dtype_promotion("strict"):
+        return [of(*pair) for pair in pairs]
+
+
+@row("gradients, tangents and transposes of matmuls, and derivatives of higher order", DERIVED)
+def matmuls_differentiated(lib: Any) -> Any:
+    def f(x: Any, w: Any) -> Any:
+        return every_matmul(lib, x, w)
+
+    def transposed(x: Any, w: Any) -> Any:
+        def by(f: Callable[..., Any], v: Any) -> Any:
+            return jax.linear_transpose(f, v)(f(v))[0]
+
+        both = by(lambda v: f(v, w), x), by(lambda v: {**f(x, v), "list": f(x, v)["list"][:2]}, w)
+        return per_rank(both)
+
+    def derivatives(f: Any) -> Any:
+        gradient = jax.grad(loss(f), (0, 1))
+
+        def both(x: Any, w: Any) -> Any:
+            along = jax.jvp(gradient, (x, w), (x, w))
+            return along, jax.jvp(f, (x, w), (2 * x, w)), jax.grad(loss(gradient), (0, 1))(x, w)
+
+        return both
+
+    ones = small(8, 3, top=2), small(3, 4, seed=1, top=2)
+    return exactly(transposed, *arguments()), exactly(f, *ones, transform=derivatives)
+
+
+@row("one matmul of which the value is known and the tangent is not", DERIVED)
+def matmuls_partly_known(lib: Any) -> Any:
+    lib = models.functions(lib)
+
+    @jax.custom_jvp
+    def f(x: Any, w: Any) -> Any:
+        return lib.all_gather_matmul(x, w, "x")
+
+    @f.defjvp
+    def rule(primals: Any, tangents: Any) -> Any:
+        (x, w), (_, dw) = primals, tangents
+        return tuple(lib.all_gather_matmul(x, [w, 3 * dw], "x"))
+
+    def of(wrap: Any) -> Any:
+        def transform(f: Any) -> Any:
+            return jax.grad(loss(f), 1)
+
+        body, specs = wrap(lambda x, w: f(x, w) ** 2), (P("x"), COLUMNS)
+        return exactly(body, *arguments(), in_specs=specs, out_specs=COLUMNS, transform=transform)
+
+    return [of(wrap) for wrap in (lambda f: f, jax.checkpoint)]
+
+
+@row("`vmap` of matmuls and of their gradients: batches of x, of w, and of both", DERIVED)
+def matmuls_batched(lib: Any) -> Any:
+    def of(dims: tuple[int | None, int | None]) -> Any:
+        x, w = (
+            v if d is None else np.stack([v, 2 * v, 1 - v], d)
+            for v, d in zip(arguments(), dims, strict=True)
+        )
+
+        def body(x: Any, w: Any) -> Any:
+            f = loss(lambda x, w: every_matmul(lib, x, w))
+            return per_rank([jax.vmap(g, dims)(x, w) for g in (f, jax.grad(f, (0, 1)))])
+
+        rows = P(*[None] * (dims[0] == 0), "x")
+        return exactly(body, x, w, in_specs=(rows, P()))
+
+    return [of(dims) for dims in ((1, None), (None, 2), (2, 1), (0, 0))]
+
+
+@row("matmuls and their gradients in `scan`, `cond`, `checkpoint` and nested `jit`", DERIVED)
+def matmuls_in_control_flow(lib: Any) -> Any:
+    def layer(x: Any, weights: Any) -> Any:
+        gate, up, down = weights
+        return x + models.gated_mlp(lib, x, gate, up, down, act=lambda v: v % 3) % 3
+
+    def scanned(x: Any, *weights: Any) -> Any:
+        return lax.scan(lambda x, ws: (jax.checkpoint(layer)(x, ws), None), x, weights)[0]
+
+    def conditional(x: Any, *weights: Any) -> Any:
+        first, second = ([w[k] for w in weights] for k in (0, 1))
+        return lax.cond(lax.psum(x.sum(), "x") > 0, layer, lambda x, _: 2 * x, x, first) + jax.jit(
+            layer
+        )(x, second)
+
+    specs = P("x"), P(None, None, "x"), P(None, None, "x"), P(None, "x")
+    values = [small(*s, seed=k, top=2) for k, s in enumerate([(8, 3), (2, 3, 4), (2, 3, 4)])]
+    values.append(small(2, 4, 3, seed=3, top=2))
+    return [
+        exactly(f, *values, in_specs=specs, transform=lambda f: jax.value_and_grad(loss(f)))
+        for f in (scanned, jax.checkpoint(conditional))
+    ]
+
+
+@row("matmuls over one axis of two, with weights that the ranks of the other share", DERIVED, 4)
+def matmuls_beside_another_axis(lib: Any) -> Any:
+    def body(x: Any, w: Any) -> Any:
+        return (
+            every_matmul(lib, x, w)["summed"]
+            + models.gated_mlp(lib, x, w, w + 1, w.T, act=lambda v: v).sum()
+        )
+
+    def transform(f: Any) -> Any:
+        return jax.value_and_grad(loss(f), (0, 1))
+
+    x, w, specs = small(8, 3, top=2), small(3, 4, seed=1, top=2), (P(("y", "x")), P())
+    return exactly(
+        body, x, w, in_specs=specs, out_specs=specs[0], mesh=square((2, 0, 3, 1)),
+        transform=transform,
+    )  # fmt: skip
+
+
+@row("products that vary over different axes: the types are those of `jax.lax`", LAX, 4)
+def matmuls_that_vary_over_different_axes(lib: Any) -> Any:
+    lib = models.functions(lib)
+
+    def body(x: Any, w: Any, v: Any) -> Any:
+        return lib.all_gather_matmul(x, [w, v], "y")
+
+    specs, out = (P("y"), P("x"), P()), [P(("x", "y")), P("y")]
+    f = jax.value_and_grad(loss(shmap(body, square(), specs, out)), (0, 1, 2))
+    return run(f, small(4, 3), small(6, 3, seed=1), small(3, 3, seed=2))
+
+
+@row("operands of matmuls that are sharded over Explicit axes inside", LAX, devices=4)
+def matmuls_over_explicit_axes(lib: Any) -> Any:
+    lib, mesh = models.functions(lib), square(kind=AxisType.Explicit)
+    f = jax.shard_map(
+        lambda x, w: lib.matmul_all_reduce(x, w, "x"),
+        in_specs=(P("x"), P()), out_specs=P("x"), axis_names={"x"}, check_vma=False,
+    )  # fmt: skip
+    found = []
+    with jax.set_mesh(mesh):
+        for spec in (P(None, "y"), P("y", None)):
+            args = jax.reshard(small(8, 4), P("x", None)), jax.reshard(small(4, 4), spec)
+            found.append(run(jax.value_and_grad(loss(f), (0, 1)), *args))
+    return found
+
+
+# Norms. Their results are compared to rounding: cases_of_norms.py has their bits.
+
+OF_NORMS = [
+    (norm, name) for norm in ("rms_norm", "layer_norm") for name in ("psum", "psum_scatter")
+]
+
+
+def of_norm(lib: Any, norm: str, collective: str) -> Callable[..., Any]:
+    function = getattr(models.functions(lib), f"{collective}_residual_{norm}")
+
+    def call(x: Any, residual: Any, weight: Any, bias: Any, **options: Any) -> Any:
+        return function(
+            x[0], residual, weight, "x", eps=1e-3, bias=bias, weight_offset=1.0, **options
+        )
+
+    return call
+
+
+def normal(*shapes: tuple[int, ...]) -> list[np.ndarray]:
+    return [
+        np.random.default_rng(k).standard_normal(shape).astype(np.float32)
+        for k, shape in enumerate(shapes)
+    ]
+
+
+def with_norms(lib: Any, transform: Callable[[Any], Any]) -> Any:
+    """A transformation of each norm, outside shard_map; the ranks bring x, the rest is shared."""
+    found = []
+    for norm, collective in OF_NORMS:
+        rows = P("x") if collective == "psum_scatter" else P()
+        specs, f = (P("x"), rows, P(), P()), of_norm(lib, norm, collective)
+
+        def under(check: bool, specs: Any = specs, rows: Any = rows, f: Any = f) -> Any:
+            mapped = transform(shmap(f, None, specs, rows, check))
+            return run(mapped, *normal((2, 4, 6), (4, 6), (6,), (6,)))
+
+        found.append(under_both(under))
+    return found
+
+
+@row("norms after a sum: each of them", ACCELERATED, tolerance=1e-4)
+def norms(lib: Any) -> Any:
+    return with_norms(lib, lambda f: f)
+
+
+@row("gradients, tangents and second derivatives of norms", DERIVED, tolerance=1e-4)
+def norms_differentiated(lib: Any) -> Any:
+    def transform(f: Any) -> Any:
+        gradient = jax.grad(loss(f), (0, 1, 2, 3))
+        return lambda *args: jax.jvp(gradient, args, tuple(map(jnp.cos, args)))
+
+    return with_norms(lib, transform)
+
+
+@row("`vmap` of norms: batches of rows, of parameters, and of all", ACCELERATED, tolerance=1e-4)
+def norms_batched(lib: Any) -> Any:
+    def batched(dims: Any) -> Callable[[Any], Any]:
+        def transform(f: Any) -> Any:
+            def over(*args: Any) -> Any:
+                several = [
+                    v if d is None else jnp.stack([v, v * 2, 1 - v])
+                    for v, d in zip(args, dims, strict=True)
+                ]
+                return jax.vmap(f, dims)(*several)
+
+            return over
+
+        return transform
+
+    every = (0, 0, None, None), (None, None, 0, 0), (0, 0, 0, 0)
+    return [with_norms(lib, batched(dims)) for dims in every]
+
+
+@row("gradients of norms in `scan` and `checkpoint`", DERIVED, tolerance=1e-3)
+def norms_in_control_flow(lib: Any) -> Any:
+    call = of_norm(lib, "rms_norm", "psum")
+
+    def body(x: Any, h: Any, weight: Any, bias: Any) -> Any:
+        @jax.checkpoint
+        def layer(h: Any, _: Any) -> Any:
+            y, h = call(jnp.sin(x * h), h, weight, bias)
+            return h + jnp.cos(y), y
+
+        return lax.scan(layer, h, None, length=2)
+
+    values = normal((2, 4, 6), (4, 6), (6,), (6,))
+    specs = P("x"), P(), P(), P()
+    return under_both(
+        lambda check: run(jax.grad(loss(shmap(body, None, specs, P(), check)), (0, 1, 2)), *values)
+    )
+
+
+# Experts. Who goes where is gathered by XLA.
+
+OF_EXPERTS = "all-reduce|reduce-scatter|all-to-all|collective-permute"
+
+
+def routed(ranks: int = 2) -> list[np.ndarray]:
+    """Tokens, their experts and weights, and the factors of the experts."""
+    rng = np.random.default_rng(0)
+    x, weights = expert_routings.operands(rng, ranks, 6, 8, 3, "float32")
+    ids = expert_routings.routing(rng, ranks, 6, 3, 4, "some none")
+    factors = rng.uniform(0.5, 2, (4, 8)).astype(np.float32)
+    return [v.reshape(-1, v.shape[-1]) for v in (x, ids, weights, factors)]
+
+
+def with_experts(
+    lib: Any, transform: Callable[[Any], Any], wrap: Callable[[Any], Any] = lambda f: f
+) -> Any:
+    """A transformation of the layer of x, weights and factors, outside shard_map."""
+
+    def under(check: bool) -> Any:
+        x, ids, weights, factors = routed()
+
+        def body(*args: Any) -> Any:
+            return wrap(lambda *args: models.experts(lib, *args))(*args)
+
+        mapped = shmap(body, None, P("x"), P("x"), check)
+        return run(transform(lambda x, w, v: mapped(x, ids, w, v)), x, weights, factors)
+
+    return under_both(under)
+
+
+def derivatives(f: Any) -> Any:
+    gradient = jax.grad(loss(f), (0, 1, 2))
+    return lambda *args: jax.jvp(gradient, args, tuple(map(jnp.cos, args)))
+
+
+@row("`moe_dispatch` and `moe_combine`: values, gradients, tangents and second derivatives",
+     ACCELERATED, of_xla=OF_EXPERTS, tolerance=1e-4)  # fmt: skip
+def experts(lib: Any) -> Any:
+    return with_experts(lib, lambda f: f), with_experts(lib, derivatives)
+
+
+@row("gradients of experts through `checkpoint`, `cond`, `scan` and nested `jit`",
+     DERIVED, of_xla=OF_EXPERTS, tolerance=1e-4)  # fmt: skip
+def experts_in_control_flow(lib: Any) -> Any:
+    def in_cond(f: Any) -> Any:
+        return lambda x, *args: lax.cond(x[0, 0] < 1e6, f, lambda *a: a[0], x, *args)
+
+    def in_scan(f: Any) -> Any:
+        return lambda x, *args: lax.scan(lambda v, _: (f(v, *args), None), x, None, 1)[0]
+
+    def transform(f: Any) -> Any:
+        return jax.value_and_grad(loss(f), (0, 1, 2))
+
+    return [
+        with_experts(lib, transform, wrap) for wrap in (jax.checkpoint, in_cond, in_scan, jax.jit)
+    ]
+
+
+@row("`vmap` of experts", ACCELERATED, of_xla=OF_EXPERTS, tolerance=1e-4)
+def experts_batched(lib: Any) -> Any:
+    def transform(f: Any) -> Any:
+        return lambda *args: jax.vmap(f)(*(jnp.stack([v, jnp.cos(v)]) for v in args))
+
+    return with_experts(lib, transform)
+
+
+@row("experts over two axes in another order than the mesh's, beside a third", ACCELERATED, 8,
+     of_xla=OF_EXPERTS, tolerance=1e-4)  # fmt: skip
+def experts_over_two_axes(lib: Any) -> Any:
+    mesh = jax.make_mesh((2, 2, 2), ("a", "b", "c"), axis_types=(AxisType.Auto,) * 3)
+    x, ids, weights, _ = routed(8)
+    factors = np.random.default_rng(1).uniform(0.5, 2, (32, 8)).astype(np.float32)
+    spec = P(("a", "b", "c"))
+
+    def body(*args: Any) -> Any:
+        return models.experts(lib, *args, axes=("c", "a"))
+
+    return under_both(
+        lambda check: run(shmap(body, mesh, spec, spec, check), x, ids, weights, factors)
+    )

@@ -43,8 +43,8 @@ def mapped(body: Callable[..., Any]) -> Callable[..., Any]:
     return sharded(body, line(), P("x"), P("x"))
 
 
-def of(name: str, body: Callable[..., Any], *args: Any) -> list[int]:
-    """How many arrays each operation of a rewritten body takes; the bits are those of lax."""
+def counts(body: Callable[..., Any], *args: Any) -> dict[str, list[int]]:
+    """How many arrays our operations take in a rewritten body; the bits are those of lax."""
     f = mapped(body)
     _, after, _ = rewritten(f, *args)
     wanted = jax.jit(f)(*args)
@@ -52,16 +52,71 @@ def of(name: str, body: Callable[..., Any], *args: Any) -> list[int]:
         found = jax.jit(f)(*args)
     for w, v in zip(jax.tree.leaves(wanted), jax.tree.leaves(found), strict=True):
         np.testing.assert_array_equal(w, v, strict=True)
-    return [len(e.invars) for e in after.eqns if e.primitive.name == f"intranode_{name}"]
+    taken: dict[str, list[int]] = {}
+    for equation in after.eqns:
+        if (name := equation.primitive.name).startswith("intranode_"):
+            taken.setdefault(name.removeprefix("intranode_"), []).append(len(equation.invars))
+    return {name: sorted(of_name) for name, of_name in taken.items()}
 
 
-def test_halos_of_two_neighbours_become_one_operation() -> None:
+def halos(v: Any) -> Any:
+    before = lax.ppermute(v[:, -1:], "x", FORTH)
+    after = lax.ppermute(v[:, :2], "x", BACK[:-1])  # of other sizes, and partial
+    return jnp.concatenate([before, v, after], 1) * 2
+
+
+def chains(v: Any) -> Any:
+    w = lax.ppermute(v.astype(jnp.int16), "x", FORTH)
+    a, b = v, v * 2
+    for _ in range(2):
+        a, b = lax.ppermute(a, "x", FORTH) + v, lax.ppermute(b, "x", BACK) * v
+    return a, b, w
+
+
+def of_each_kind(v: Any) -> Any:
+    tree = [v * k for k in range(3)]
+    top = lax.pmax(tree, "x"), lax.pmax(v - 1, "x")
+    return top, lax.pmin(tree, "x"), lax.psum(jnp.round(v), "x")
+
+
+def of_vocabulary(v: Any) -> Any:
+    """The place of the largest logit, as a softmax over a sharded vocabulary finds it."""
+    top = lax.pmax(lax.stop_gradient(v.max(-1)), "x")
+    return top, lax.pmin(jnp.where(v[:, 0] == top, lax.axis_index("x"), N), "x")
+
+
+def of_keys(send: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """A body that sends PRNG keys."""
+
     def body(v: Any) -> Any:
-        before = lax.ppermute(v[:, -1:], "x", FORTH)
-        after = lax.ppermute(v[:, :2], "x", BACK[:-1])  # of other sizes, and partial
-        return jnp.concatenate([before, v, after], 1) * 2
+        data = jnp.tile(v.astype(jnp.uint32)[0, :2], (N, 1))
+        return jax.random.key_data(send(jax.random.wrap_key_data(data)))
 
-    assert of("ppermute", body, X) == [2]
+    return body
+
+
+# A body, and how many arrays each of our operations takes.
+MERGED: dict[str, tuple[Callable[[Any], Any], dict[str, list[int]]]] = {
+    "two neighbours": (halos, {"ppermute": [2]}),
+    "another dtype, and chains": (chains, {"ppermute": [1, 2, 2]}),
+    "more than an operation takes": (
+        lambda v: [lax.ppermute(v * k, "x", FORTH if k % 2 else BACK) for k in range(20)],
+        {"ppermute": [4, 16]},
+    ),
+    "by kind": (of_each_kind, {"pmax": [4], "pmin": [3], "psum": [1]}),
+    "a vocabulary": (of_vocabulary, {"pmax": [1], "pmin": [1]}),
+    "ranks counted from the end": (lambda v: lax.ppermute(v, "x", [(0, -1), (1, 0)]), {}),
+    "bools as ranks": (lambda v: lax.ppermute(v, "x", [(True, False)]), {"ppermute": [1]}),
+    "keys, sent on": (of_keys(lambda keys: lax.ppermute(keys, "x", FORTH)), {}),
+    "keys, gathered": (of_keys(lambda keys: lax.all_gather(keys, "x", tiled=True)), {}),
+    "keys, exchanged": (of_keys(lambda keys: lax.all_to_all(keys, "x", 0, 0, tiled=True)), {}),
+}
+
+
+@pytest.mark.parametrize("name", MERGED)
+def test_what_becomes_one_operation(name: str) -> None:
+    body, wanted = MERGED[name]
+    assert counts(body, X) == wanted
 
 
 def test_halos_of_six_neighbours_become_an_operation_for_each_axis() -> None:
@@ -81,44 +136,6 @@ def test_halos_of_six_neighbours_become_an_operation_for_each_axis() -> None:
     wanted = jax.jit(f)(x)
     with jax_intranode.accelerate():
         np.testing.assert_array_equal(jax.jit(f)(x), wanted)
-
-
-def test_permutes_of_other_dtypes_and_chains_are_not_merged() -> None:
-    def body(v: Any) -> Any:
-        w = lax.ppermute(v.astype(jnp.int16), "x", FORTH)
-        a, b = v, v * 2
-        for _ in range(2):
-            a, b = lax.ppermute(a, "x", FORTH) + v, lax.ppermute(b, "x", BACK) * v
-        return a, b, w
-
-    assert sorted(of("ppermute", body, X)) == [1, 2, 2]
-
-
-def test_more_permutes_than_an_operation_takes() -> None:
-    def body(v: Any) -> Any:
-        return [lax.ppermute(v * k, "x", FORTH if k % 2 else BACK) for k in range(20)]
-
-    assert of("ppermute", body, X) == [16, 4]
-
-
-def test_maxima_minima_and_sums_are_merged_by_kind() -> None:
-    def body(v: Any) -> Any:
-        tree = [v * k for k in range(3)]
-        top = lax.pmax(tree, "x"), lax.pmax(v - 1, "x")
-        return top, lax.pmin(tree, "x"), lax.psum(jnp.round(v), "x")
-
-    assert of("pmax", body, X) == [4]
-    assert of("pmin", body, X) == [3]
-    assert of("psum", body, X) == [1]
-
-
-def test_softmax_over_a_sharded_vocabulary() -> None:
-    def body(v: Any) -> Any:
-        top = lax.pmax(lax.stop_gradient(v.max(-1)), "x")
-        return top, lax.pmin(jnp.where(v[:, 0] == top, lax.axis_index("x"), N), "x")
-
-    assert of("pmax", body, X) == [1]
-    assert of("pmin", body, X) == [1]
 
 
 @pytest.mark.parametrize("reduce", [lax.pmax, lax.pmin])
@@ -156,13 +173,6 @@ def test_a_permute_that_xla_can_overlap_stays(monkeypatch: pytest.MonkeyPatch) -
             assert reasons == (["XLA can overlap it with the matmuls after it"] if left else [None])
 
 
-@pytest.mark.parametrize("perm", [[(-1, 0)], [(0, -1), (1, 0)], [(True, False)]])
-def test_ranks_that_lax_counts_from_the_end(perm: Any) -> None:
-    assert of("ppermute", lambda v: lax.ppermute(v, "x", perm), X) == (
-        [] if min(map(min, perm)) < 0 else [1]
-    )
-
-
 @pytest.mark.parametrize("perm", [[(0, 1), (0, 0)], [(N, 0)], [(0, N)], [(0.5, 1)]])
 def test_errors_of_lax(perm: Any) -> None:
     f = mapped(lambda v: lax.ppermute(v, "x", perm))
@@ -186,17 +196,3 @@ def test_axes_in_another_order_than_the_mesh_s() -> None:
             except RuntimeError as error:
                 results.append(str(error))
     assert results[0] == results[1]
-
-
-@pytest.mark.parametrize("send", ["ppermute", "all_gather", "all_to_all"])
-def test_prng_keys_stay_with_lax(send: str) -> None:
-    def body(v: Any) -> Any:
-        keys = jax.random.wrap_key_data(v)
-        if send == "ppermute":
-            return jax.random.key_data(lax.ppermute(keys, "x", FORTH))
-        if send == "all_gather":
-            return jax.random.key_data(lax.all_gather(keys, "x", tiled=True))
-        return jax.random.key_data(lax.all_to_all(keys, "x", 0, 0, tiled=True))
-
-    data = np.arange(2 * N * N, dtype=np.uint32).reshape(N * N, 2)
-    assert of(send, body, data) == []

@@ -15,7 +15,6 @@ from cases import (
     EXTREMES,
     KEEPS_SHAPE,
     OPERATIONS,
-    SEGMENTED,
     apply,
     case,
     check,
@@ -23,9 +22,7 @@ from cases import (
     compiled_of_ours,
     everywhere,
     forced,
-    in_segments,
     line,
-    make_mesh,
     oracle,
     ours_up_to,
     psum_of,
@@ -39,11 +36,10 @@ from cases import (
     x64,
 )
 from jax import lax
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 import jax_intranode
-from jax_intranode._src.native import extension
 from jax_intranode._src.operations import RECORDS
 from jax_intranode._src.ops import collective
 
@@ -231,21 +227,6 @@ def trees(algorithm: str, leaves: int) -> None:
         check(result, everywhere(oracle(part), n))
 
 
-@case(devices=4, seed=(0, 1))
-@ours_up_to(2048)
-def permuted_devices(seed: int) -> None:
-    n = len(jax.devices())
-    order = np.random.default_rng(seed).permutation(n)
-    mesh = make_mesh((n,), ("x",), order)
-    check_psum(random("float32", (n, 99), seed), mesh, "one_shot")
-    check_psum(random("float32", (n, 99), seed), mesh, "two_shot")
-    parts = random("float32", (n, 33 * n), seed)
-    value = put(mesh, P("x"), parts)
-    for operation in OPERATIONS[1:]:
-        f = sharded(lambda v, o=operation: apply(o, v[0])[None], mesh, P("x"), P("x"))
-        check(compiled_of_ours(f, value)(value), reference(operation, parts))
-
-
 # How often calls run, and what explain says of them.
 
 
@@ -268,79 +249,7 @@ def results_that_a_scan_stacks() -> None:
     runs_as_often_as_explained(jax.grad(lambda *vs: f(*vs).sum(), argnums=(0, 1)), args)
 
 
-@case()
-def explained_alike() -> None:
-    """All processes get the same explanation, and the program holds what it says."""
-    mesh = line()
-    n = mesh.size
-
-    def f(v: Any) -> Any:
-        total = jax_intranode.psum((v, v.astype(jnp.int32)), "x")[0]
-        part = jax_intranode.psum_scatter(v, "x", scatter_dimension=1, tiled=True)
-        return total + jax_intranode.all_gather(part, "x", axis=1, tiled=True)
-
-    program = sharded(f, mesh, P("x"), P("x"))
-    argument = jax.ShapeDtypeStruct((n, n), np.float32, sharding=NamedSharding(mesh, P("x")))
-    text = str(explanation := jax_intranode.explain(program)(argument))
-    assert [call.operation for call in explanation] == ["psum", "psum_scatter", "all_gather"], text
-    assert all(call.algorithm != "lax" for call in explanation), text
-    assert jax.jit(program).lower(argument).as_text().count("@jax_intranode_") == 3
-    digest = np.frombuffer(text.encode().ljust(-len(text) % 4 + len(text)), np.int32)
-    mine = jax.make_array_from_callback(
-        (n, len(digest)), NamedSharding(mesh, P("x")), lambda _: digest[None]
-    )
-    spread = sharded(lambda v: lax.pmax(v, "x") - lax.pmin(v, "x"), mesh, P("x"), P("x"))
-    check(jax.jit(spread)(mine), np.zeros((n, len(digest)), np.int32))
-
-
-# Order of calls, delays, replay of CUDA graphs.
-
-
-@case(operation=OPERATIONS)
-def chain_with_delays(operation: str) -> None:
-    """Each rank in turn is late by a random time. Each call reads the result of the last one."""
-    mesh = line()
-    n = mesh.size
-    steps = 4 * n
-    count = {"all_gather": 40}.get(operation, 300 if operation in KEEPS_SHAPE else 40 * n)
-    late = np.zeros((steps, n), np.int32)
-    late[np.arange(steps), np.arange(steps) % n] = np.random.default_rng(13).integers(
-        1, 5000, steps
-    )
-
-    def following(result: Any) -> Any:
-        """The next operand of a rank, made from its result."""
-        if operation == "all_gather":
-            return result.reshape(n, count).sum(0) % 1000
-        return (result % 1000).repeat(count // result.size)
-
-    def f(v: Any) -> Any:
-        rank = lax.axis_index("x")
-
-        def step(carry: Any, loops: Any) -> Any:
-            start = carry[0] * 0.0 + 0.5
-            waste = lax.fori_loop(0, loops[rank], lambda i, s: jnp.sin(s + i), start)
-            carry = carry + 0 * waste
-            result = apply(operation, carry + rank.astype(carry.dtype))
-            return following(result), result
-
-        return lax.scan(step, v[0], late)[1][None]
-
-    parts = random("uint32", (n, count), 13).astype(np.float32) // 2**20
-    result = jax.jit(sharded(f, mesh, P("x"), P("x")))(put(mesh, P("x"), parts))
-    carry, want = parts, []
-    ranks = np.arange(n, dtype=np.float32)[:, None]
-    for _ in range(steps):
-        want.append(reference(operation, carry + ranks))
-        carry = np.stack([following(of_rank) for of_rank in want[-1]])
-    check(result, np.stack(want, 1))
-
-
-@case(operation=SEGMENTED)
-@in_segments(256)
-def delays_in_segments(operation: str) -> None:
-    """As `chain_with_delays`, with several epochs a call."""
-    chain_with_delays(operation)
+# Order of calls, and what is beside them.
 
 
 @case(devices=2, world=(2, 4, 8))
@@ -369,37 +278,6 @@ def independent_calls_of_unequal_cost(world: int) -> None:
             x, *ws
         )
     check_like(result, theirs, 1e-3)
-
-
-@case()
-def replay_and_eager() -> None:
-    """On GPUs XLA replays the graph of a program without calling the handlers."""
-    mesh = line()
-    n = mesh.size
-    parts = random("float32", (n, 700), 16)
-    step = np.float32(1 / 64)
-
-    def f(v: Any) -> Any:
-        for _ in range(8):
-            v = jax_intranode.psum(v, "x") * step
-        return v
-
-    program = jax.jit(sharded(f, mesh, P("x"), P("x")))
-    value = put(mesh, P("x"), parts)
-    want = parts
-    for _ in range(8):
-        want = everywhere(oracle(want) * step, n)
-    counts = []
-    for _ in range(12):
-        jax.block_until_ready(result := program(value))
-        check(result, want)
-        del result
-        counts.append(extension.handler_calls())
-    if jax.devices()[0].platform == "gpu":
-        assert counts[-1] == counts[-4], f"handlers are still called: {counts}"
-    for _ in range(3):  # eager calls among replayed ones
-        check(psum_of(parts, mesh, jit=False), everywhere(oracle(parts), n))
-        check(program(value), want)
 
 
 @case(operation=OPERATIONS)

@@ -38,9 +38,15 @@ FEW = {
 }
 
 
-def random_calls(seed: int, count: int, mesh: Mesh) -> list[Call]:
+# How random programs make a call; a batch may be too large for ours.
+WAYS = tuple(way for way in stress_calls.WAYS if way != "vmap")
+
+
+def random_calls(
+    seed: int, count: int, mesh: Mesh, ways: Sequence[str] = ("plain", "late")
+) -> list[Call]:
     choose = Seeded(seed)
-    return [random_call(choose, mesh, FEW) for _ in range(count)]
+    return [random_call(choose, mesh, FEW, ways=ways) for _ in range(count)]
 
 
 def chain(calls: Sequence[Call], mesh: Mesh) -> Any:
@@ -68,12 +74,12 @@ def meshes() -> list[Mesh]:
 
 @case(which=range(5))
 def random_program(which: int) -> None:
-    """A chain of random operations, dtypes, sizes, algorithms and groups."""
+    """A chain of random operations, dtypes, sizes, algorithms and groups; some ranks are late."""
     mesh = meshes()[which % len(meshes())]
     if not takes_part(mesh):
         return
     jax_intranode.initialize(mesh)
-    calls = random_calls(which, 40 if which < 2 else 15, mesh)
+    calls = random_calls(which, 40 if which < 2 else 15, mesh, WAYS)
     with x64("float64"), forced("one_shot", "two_shot", "two_shot"):
         carries, value = random_carries(mesh, which)
         program = compiled_of_ours(chain(calls, mesh), value)

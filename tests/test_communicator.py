@@ -82,20 +82,6 @@ def test_partition(ids: Any, names: str, axes: str, groups: list[tuple[int, ...]
     assert all(type(i) is int for i in partition.device_ids)
 
 
-def test_partition_ranks_are_lax_axis_indices() -> None:
-    """Rank r of a group is the device on which lax's axis_index is r."""
-    n = len(jax.devices()) // 2
-    need_devices(2)
-    mesh = cases.make_mesh((2, n), ("a", "b"), np.random.default_rng(1).permutation(2 * n))
-    for axes in (("a",), ("b",), ("a", "b"), ("b", "a")):
-        index = jax.jit(
-            cases.sharded(lambda a=axes: jax.lax.axis_index(a)[None, None], mesh, (), P("a", "b"))
-        )()
-        rank_of = {s.device.id: int(np.asarray(s.data)[0, 0]) for s in index.addressable_shards}
-        for group in partition_lib.partition(mesh, axes).groups():
-            assert [rank_of[device] for device in group] == list(range(len(group)))
-
-
 # Creation and shutdown.
 
 

@@ -86,24 +86,6 @@ def test_decode() -> None:
 
 
 @pytest.mark.full
-def test_the_model_of_decode_does_not_depend_on_the_devices() -> None:
-    if jax.default_backend() == "gpu":
-        pytest.skip("the model for GPUs is large")
-    program = """if True:
-        import jax, decode
-        meshes = [jax.sharding.Mesh(jax.devices()[:n], ("model",)) for n in (1, 2, 4)]
-        one, *others = (jax.tree.leaves(jax.device_get(decode.initial(mesh))) for mesh in meshes)
-        for other in others:
-            print(*((a == b).all() for a, b in zip(one, other, strict=True)))
-    """
-    done = python(
-        "-P", "-c", program, stderr=subprocess.PIPE, timeout_s=280, PYTHONPATH=str(EXAMPLES)
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.split() == ["True"] * 2 * (2 + 7 * 2 + 2 * 2 + 2), done.stdout
-
-
-@pytest.mark.full
 def test_ring_shift(tmp_path: Path) -> None:
     for tools in (("cmake",), ("c++", "g++"), ("nvcc",)[: jax.default_backend() == "gpu"]):
         if tools and not any(map(shutil.which, tools)):

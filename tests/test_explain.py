@@ -120,11 +120,6 @@ def test_program_holds_what_explain_reports(name: str, grad: bool, algorithm: st
         check_report(over_x(PROGRAMS[name]), grad)
 
 
-@pytest.mark.parametrize("name", ["plain", "twice", "many", "parts", "large"])
-def test_program_holds_what_explain_reports_under_check_vma(name: str) -> None:
-    check_report(over_x(lambda v: v + PROGRAMS[name](v), check_vma=True))
-
-
 # The fields of a call.
 
 
@@ -260,15 +255,6 @@ def test_times() -> None:
     assert " ?  " in str(explain(over_x(SHARED["loops"]))(X)).splitlines()[7]
 
 
-# Calls that jax.lax runs, and why.
-
-
-def reasons(body: Callable[..., Any]) -> list[str]:
-    calls = explained(body)
-    assert all(call.algorithm == "lax" and (call.blocks, call.threads) == (0, 0) for call in calls)
-    return [call.reason for call in calls]
-
-
 # Arguments.
 
 
@@ -286,21 +272,6 @@ def test_arguments() -> None:
     assert not ran
     with pytest.raises(NameError, match="unbound axis name: nowhere"):
         explain(lambda v: psum(v, "nowhere"))(1.0)
-
-
-def test_fallback_is_laxs_own_program() -> None:
-    """The scopes that carry reasons change only locations."""
-
-    def program(lib: Any) -> str:
-        def body(v: Any) -> Any:
-            groups = [list(range(N))]
-            a = lib.psum(v, "x", axis_index_groups=groups) + lib.psum(v > 0, "x")
-            b = lib.pmean(v.astype(jnp.complex64), "x").real
-            return a + b + jax.vmap(lambda u: lib.psum(u, "i"), axis_name="i")(v)
-
-        return jax.jit(over_x(body)).lower(X).as_text()
-
-    assert program(jax_intranode) == program(lax)
 
 
 def test_functions_of_other_jits() -> None:

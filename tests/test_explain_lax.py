@@ -85,25 +85,6 @@ def test_program_holds_what_explain_reports(name: str, grad: bool, enabled: bool
         check_report(over_x(PROGRAMS[name]), grad)
 
 
-def test_matmul_of_a_plain_jit_program() -> None:
-    """With Explicit axes a matmul over a sharded dimension is rewritten; else XLA adds the sum."""
-    mesh = jax.make_mesh((N,), ("x",))
-
-    def f(a: Any, b: Any) -> Any:
-        return jnp.dot(a, b, out_sharding=P())
-
-    with jax.set_mesh(mesh):
-        args = (jnp.ones((4, N), out_sharding=P(None, "x")), jnp.ones((N, 3), out_sharding=P("x")))
-        found = explain(f, compiled=True)(*args)
-        assert not found.calls and found.added == {"all-reduce": 1}
-        with jax_intranode.accelerate():
-            found = explain(jax.jit(f), compiled=True)(*args)
-    (call,) = found
-    assert call.algorithm != "lax" and call.origin == "XLA's partitioner"
-    assert call.source == f"{__file__}:{f.__code__.co_firstlineno + 1} (f)"
-    assert found.added == {} and sum((found.compiled or {}).values()) == 1
-
-
 # Where a collective comes from.
 
 

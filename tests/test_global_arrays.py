@@ -132,23 +132,6 @@ def test_with_batch_axes(name: str, kinds: tuple[AxisType, ...]) -> None:
 
 
 @TYPES
-def test_gathered_x(kind: AxisType) -> None:
-    """The gathered x is x, and the same on all ranks."""
-    mesh = grid(kind, kind)
-    of = {} if kind is EXPLICIT else {"batch_axes": "data"}
-    with jax.set_mesh(mesh):
-        x, w = values(mesh, ((4, 8, 12), P("data", "model")), ((12, 16), P(None, "model")))
-
-        def ours(x: Any, w: Any) -> Any:
-            return all_gather_matmul(x, w, "model", gather_axis=1, return_gathered=True, **of)
-
-        (y, whole), gradients = jax.jit(with_gradients(ours))(x, w)
-    expected = with_gradients(lambda x, w: (x @ w, x))(np.asarray(x), np.asarray(w))
-    same(((y, whole), gradients), expected)
-    assert whole.sharding.is_equivalent_to(NamedSharding(mesh, P("data")), 3)
-
-
-@TYPES
 def test_operands_that_are_sharded_in_another_way(kind: AxisType) -> None:
     """Weights that are divided over data (FSDP), or not at all, are resharded."""
     mesh = grid(kind, kind)
@@ -288,35 +271,6 @@ def test_inside_a_shard_map_over_another_axis(check_vma: bool) -> None:
 
 
 # Transformations.
-
-
-@MOSTLY_EXPLICIT
-@pytest.mark.parametrize("name", quick(CALLS, ("column, sequence",)))
-def test_transformations(name: str, kind: AxisType) -> None:
-    f, of_x, of_w, _ = CALLS[name]
-    mesh = line(kind)
-
-    def program(f: Any) -> Any:
-        def of_operands(x: Any, w: Any) -> Any:
-            def step(total: Any, _: Any) -> Any:
-                y = jax.checkpoint(f)(x * total, w)
-                return total + jnp.sin(y).sum(), None
-
-            scanned, _ = jax.lax.scan(step, jnp.float32(1), None, 3)
-            tangent = jax.jvp(f, (x, w), (x + 1, w * 2))[1]
-
-            def gradient(x: Any) -> Any:
-                return jax.grad(lambda x, w: jnp.sin(f(x, w)).sum(), 1)(x, w).sum()
-
-            second = jax.grad(gradient)(x)
-            return scanned, tangent, second
-
-        return with_gradients(of_operands)
-
-    with jax.set_mesh(mesh):
-        x, w = values(mesh, ((2, 8, 12), P(*of_x)), ((12, 16), P(*of_w)))
-        ours = jax.jit(program(f))(x, w)
-    same(ours, jax.jit(program(product))(np.asarray(x), np.asarray(w)), 2e-4)
 
 
 @EVERY

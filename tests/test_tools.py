@@ -5,9 +5,7 @@ import random
 import sys
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
-import bench
 import performance_page
 import pytest
 import tune_profile
@@ -88,34 +86,3 @@ def test_every_calibration_is_a_run_that_the_kernels_take() -> None:
         parsed = overlap_plan.parse(run.plan)
         assert definitions.has_fused_kernel(run.product.operation, parsed.tile_columns, wgrad=False)
         assert run.product.sizes.fit_fused(parsed, 512 << 20)
-
-
-# Options of `tools/bench.py`.
-
-
-@pytest.mark.parametrize(
-    ("line", "says"),
-    [
-        ("psun", ("'psun'", "is none of psum, ", "mlp_block")),
-        ("mlp_block,psum", ("'psum'", "is none of decode_scanned, ")),
-        ("mlp_block --peers all", ("--peers and --plot", "are for operations")),
-        ("psum --ways ours", ("--ways", "not for psum")),
-        ("psum --peers ucx", ("--peers", "'ucx'", "none of torch")),
-        ("psum --plot {files}", ("--plot", "{files}", "name a file")),
-        ("psum --settle 100", ("--settle", "not for psum")),
-        ("plot missing.json -o a.png", ("missing.json", "name files that `bench --json`")),
-        ("plot {files}/text -o a.png", ("{files}/text", "measure again")),
-        ("plot {files}/old.json -o a.png", ("layout 1", "measure again")),
-    ],
-)
-def test_wrong_options_of_bench(
-    line: str, says: tuple[str, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "text").write_text("no JSON")
-    (tmp_path / "old.json").write_text('{"version": 1}')
-    platform = [] if line.startswith("plot") else ["--platform", "cpu"]
-    with mock.patch.object(bench.signal, "signal"):
-        assert bench.main([*line.format(files=tmp_path).split(), *platform]) == 2
-    (message,) = capsys.readouterr().err.splitlines()
-    assert message.startswith("python tools/bench.py: ")
-    assert all(text.format(files=tmp_path) in message for text in says), message

@@ -14,10 +14,10 @@ import jax_intranode
 NAMES = (
     "every_dtype_and_count-bfloat16-one_shot",
     "every_dtype_and_count-int32-two_shot",
-    "permuted_devices-0",
+    "random_program-4",
     "contract_several-axes",
     "independent_calls_of_unequal_cost-4",
-    "replay_and_eager",
+    "graphs_in_turn",
 )
 
 

@@ -6,7 +6,6 @@ functions and constraints; many are gradients, gradients of gradients, or steps 
 
 import logging
 import sys
-from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -105,19 +104,3 @@ def test_collectives_of_gpus(text: str, shapes: list[tuple[int, ...]]) -> None:
     leaves = hlo.leaves_of(f"  %found = {text}, channel_id=1\n", 2)
     assert leaves is not None
     assert [leaf.shape for leaf in leaves] == shapes
-
-
-def test_flattened_sums_are_compared_by_elements() -> None:
-    groups = frozenset({frozenset({0, 1})})
-
-    def leaves(*shapes: tuple[int, ...], kind: str = "all-reduce") -> Counter[Any]:
-        return Counter(hlo.Leaf(kind, groups, "f32", shape) for shape in shapes)
-
-    before = leaves((13,), (2, 4))
-    assert not auto_corpus.added(before, leaves((12,)))
-    assert not auto_corpus.added(before, leaves((21,)))
-    assert auto_corpus.added(before, leaves((22,))) == leaves((22,))
-    assert auto_corpus.added(before, leaves((13,), (9,))) == leaves((9,))
-    assert auto_corpus.added(before, leaves((3, 4))) == leaves((3, 4))
-    gathers = leaves((12,), kind="all-gather")
-    assert auto_corpus.added(leaves((13,), kind="all-gather"), gathers) == gathers

@@ -32,7 +32,6 @@ from rewritten_matmuls import (  # noqa: F401
     W,
     X,
     Y,
-    check,
     check_left,
     check_values,
     gather,
@@ -48,18 +47,6 @@ from jax_intranode._src.rewrite import sums
 from jax_intranode._src.rewrite.collectives import Body
 
 # All-gathers.
-
-
-@pytest.mark.parametrize("check_vma", [True, False])
-def test_gather_and_matmul(check_vma: bool) -> None:
-    check(
-        lambda x, w: gather(x) @ w,
-        (X, W),
-        [f"{AG} axis=0 ({X_SHARD}, {W_SHARD})"],
-        in_specs=XW,
-        out_specs=COLUMNS,
-        check_vma=check_vma,
-    )
 
 
 # For each: the body; the global shape of x, its spec and the operation if they are not these.
@@ -366,16 +353,6 @@ def test_products_that_would_live_longer() -> None:
         assert f"{AG} axis=0 gathered ({operands})" in lines
         assert lines.count("dot_general") == left
         check_values(f, X, W)
-
-
-def test_a_matmul_between_a_gather_and_a_scatter_joins_one_of_them() -> None:
-    body = lambda x, w: scatter(gather(x) @ w)  # noqa: E731
-    f = sharded(body, line(), XW, ROWS, False)
-    _, after, _ = rewritten(f, X, W)
-    assert golden(after) == [f"{AG} axis=0 ({X_SHARD}, {W_SHARD})", "psum_scatter axis=0"] or [
-        line.split(" ")[0] for line in golden(after)
-    ] == [AG, "psum_scatter"]
-    check_values(f, X, W)
 
 
 def test_what_xla_overlaps_with_other_matmuls() -> None:

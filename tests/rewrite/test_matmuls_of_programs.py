@@ -102,21 +102,6 @@ def test_gradients(wrap: str, check_vma: bool) -> None:
     check_values(f, *LAYER)
 
 
-def test_the_gradient_of_a_list_in_detail() -> None:
-    f = sharded(jax.grad(loss, (0, 1, 2, 3)), line(), LAYER_SPECS, LAYER_SPECS, False)
-    _, after, _ = rewritten(f, *LAYER)
-    ours = [line for line in golden(after) if "matmul" in line]
-    rows, whole = f"f32[{T * N},{H}]", f"f32[{T * N},{F}]"
-    assert ours == [
-        f"{AG} axis=0 gathered ({X_SHARD}, {W_SHARD}, {W_SHARD})",
-        f"{RS} axis=0 {HV}",
-        f"gradients_of_{RS} axis=0 transposed ({X_SHARD}, f32[{H},{F}], {rows})",
-        f"gradients_of_{AG} axis=0 transposed terms=2 "
-        f"({rows}, {rows}, {W_SHARD}, {W_SHARD}, {whole})",
-    ]
-    assert "dot_general" not in golden(after)
-
-
 def test_a_gathered_array_of_many_products_and_sums() -> None:
     """What is looked at grows like the program."""
     looked_at = 0

@@ -202,19 +202,6 @@ X, R, W, B = (
 )
 
 
-def test_layers_one_after_another() -> None:
-    """As in a decoder: the norm of one block feeds the next, and so does the residual."""
-
-    def body(x: Any, h: Any, w: Any, m: Any) -> Any:
-        for _ in range(3):
-            h = h + lax.psum(rms_llama(h, w, None) @ m * x[0], "x")
-        return rms_llama(h, w, None)
-
-    assert of_body(body, X, R, W, jnp.ones((HIDDEN, HIDDEN), "bfloat16")) == (
-        ["psum_residual_rms_norm"] * 3
-    )
-
-
 def test_parameters_that_are_made_later() -> None:
     """What makes them is moved before the operation."""
 

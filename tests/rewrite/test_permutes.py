@@ -1,6 +1,5 @@
 """Permutes, maxima and minima in unedited programs: what is merged, and what stays lax's."""
 
-import contextlib
 import dataclasses
 from collections.abc import Callable
 from typing import Any
@@ -171,28 +170,3 @@ def test_a_permute_that_xla_can_overlap_stays(monkeypatch: pytest.MonkeyPatch) -
             assert names(after) == (["ppermute"] if left else ["intranode_ppermute"])
             reasons = [d.reason for d in found.decisions]
             assert reasons == (["XLA can overlap it with the matmuls after it"] if left else [None])
-
-
-@pytest.mark.parametrize("perm", [[(0, 1), (0, 0)], [(N, 0)], [(0, N)], [(0.5, 1)]])
-def test_errors_of_lax(perm: Any) -> None:
-    f = mapped(lambda v: lax.ppermute(v, "x", perm))
-    with pytest.raises((ValueError, IndexError, TypeError)) as theirs:
-        jax.jit(f)(X)
-    with jax_intranode.accelerate(), pytest.raises(theirs.type) as ours:
-        jax.jit(f)(X)
-    assert str(ours.value) == str(theirs.value)
-
-
-def test_axes_in_another_order_than_the_mesh_s() -> None:
-    """With jax up to 0.11 lax counts the ranks in the order of the mesh; then it refuses them."""
-    need_devices(4)
-    mesh = make_mesh((2, 2), ("x", "y"))
-    f = sharded(lambda v: lax.ppermute(v, ("y", "x"), [(1, 2)]), mesh, P(("x", "y")), P(("x", "y")))
-    results = []
-    for context in (jax_intranode.accelerate(), contextlib.nullcontext()):
-        with context:
-            try:
-                results.append(np.asarray(jax.jit(f)(normal(4, 3))).tolist())
-            except RuntimeError as error:
-                results.append(str(error))
-    assert results[0] == results[1]

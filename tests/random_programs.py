@@ -7,6 +7,7 @@ from unittest import mock
 import jax
 import numpy as np
 from cases import (
+    EXTREMES,
     case,
     check,
     compiled_of_ours,
@@ -14,6 +15,7 @@ from cases import (
     in_segments,
     line,
     make_mesh,
+    ours_up_to,
     psum_of,
     random,
     reference,
@@ -117,11 +119,13 @@ def random_permutes(first: int) -> None:
             check(jax.jit(lambda v, f=f: f(v, 0))(value), want)
 
 
-# Few elements, so that the programs take ours. The number of a matmul's columns.
-REWRITTEN = FEW | {"ragged_all_to_all": 60} | dict.fromkeys(stress_calls.MATMULS, 16)
+# Extremes are not replaced: they were not measured. A matmul has so many columns.
+REWRITTEN = {name: count for name, count in FEW.items() if name not in EXTREMES}
+REWRITTEN |= {"ragged_all_to_all": 60} | dict.fromkeys(stress_calls.MATMULS, 16)
 
 
 @case(seed=range(60))
+@ours_up_to(1 << 15)
 def rewritten_program(seed: int) -> None:
     """A chain of calls of jax.lax, in loops, branches and gradients, has our bits if rewritten."""
     mesh = meshes()[seed % 3 % len(meshes())]
@@ -129,16 +133,17 @@ def rewritten_program(seed: int) -> None:
         return
     jax_intranode.initialize(mesh)
     choose = Seeded(seed)
-    ways = [way for way in stress_calls.WAYS if way != "late"]
+    check_vma = bool(seed % 2)
+    # Under check_vma JAX inserts sums, and so other transposes.
+    of_vma = ("late", "gradient", "checkpoint")
+    ways = [w for w in stress_calls.WAYS if w not in (of_vma if check_vma else of_vma[:1])]
     calls = [random_call(choose, mesh, REWRITTEN, ways=ways, leaves=3) for _ in range(6)]
-    f = stress_calls.chain(calls, mesh, jax.lax, check_vma=False)
+    f = stress_calls.chain(calls, mesh, jax.lax, check_vma)
     overlapped = mock.patch.object(Body, "is_overlapped", lambda *_, **__: True)
     with x64("float64"), jax_intranode.accelerate(), overlapped:
         carries, value = random_carries(mesh, seed)
-        before = jax_intranode.usage_counter()
-        result = jax.jit(lambda v: f(v, 0))(value)
-        check(result, expected_of_chain(calls, mesh, carries))
-        assert jax_intranode.usage_counter() > before
+        program = compiled_of_ours(lambda v: f(v, 0), value)
+        check(program(value), expected_of_chain(calls, mesh, carries))
 
 
 @case()

@@ -20,7 +20,7 @@ from collective_matmuls import (  # noqa: F401
 )
 from jax.sharding import PartitionSpec as P
 
-from jax_intranode import all_gather_matmul, explain, matmul_all_reduce, matmul_reduce_scatter
+from jax_intranode import all_gather_matmul, matmul_all_reduce, matmul_reduce_scatter
 
 # Shapes and dimensions.
 
@@ -84,26 +84,3 @@ def test_precision_is_that_of_the_call() -> None:
 
 
 # Calls that jax.lax runs.
-
-
-def test_explain() -> None:
-    def body(x: Any, w: Any) -> Any:
-        y = matmul_reduce_scatter(all_gather_matmul(x, [w, w], "x")[0], w.T, "x")
-        return matmul_all_reduce(y, w, "x")
-
-    x, w = values((2 * N, 5), (5, 3 * N))
-    calls = explain(over_x(body, (P("x"), P(None, "x"))))(x, w)
-    # Dead code elimination removes the matrix whose product is unused.
-    got = [(c.operation, c.algorithm, c.nbytes, c.group_size, len(c.shapes)) for c in calls]
-    assert got == [
-        ("all_gather_matmul", "all_gather", 2 * 5 * 4, N, 2),
-        ("matmul_reduce_scatter", "reduce_scatter", 2 * N * 5 * 4, N, 2),
-        ("matmul_all_reduce", "one_shot", 2 * 3 * 4, N, 2),
-    ]
-    for call, words in zip(
-        calls,
-        ("all_gather before the matmul", "psum_scatter after the matmul", "psum after the matmul"),
-        strict=True,
-    ):
-        assert call.reason.startswith(f"{words}, not overlapped ("), call.reason
-        assert f"bytes of float32 among {N} ranks" in call.reason

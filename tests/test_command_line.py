@@ -3,13 +3,11 @@
 import importlib
 import importlib.util
 import json
-import re
 import shutil
 import subprocess
 from pathlib import Path
 from typing import Any
 
-import jax
 import pytest
 from processes import python
 from tiers import full, quick
@@ -130,28 +128,6 @@ def info_of(directory: Path, *argv: str, **environ: str) -> dict[str, Any]:
     assert done.returncode == 0, done.stderr
     assert "Traceback" not in done.stderr
     return json.loads(done.stdout)
-
-
-def test_info(capsys: pytest.CaptureFixture[str]) -> None:
-    code, out, _ = run_main(capsys, "info")
-    assert code == 0
-    for line in (
-        "python ",
-        "versions ",
-        "CPU part ",
-        "CUDA part ",
-        "driver ",
-        "modes ",
-        "problems ",
-    ):
-        assert re.search(f"^{line}", out, re.MULTILINE), line
-    code, out, _ = run_main(capsys, "info", "--json")
-    found = json.loads(out)
-    assert found["jax_intranode"]["version"] == jax_intranode.__version__
-    assert found["versions"]["jax"] == jax.__version__
-    assert found["cpu_part"]["built"] and found["cpu_part"]["error"] is None
-    assert found["ffi_of_jaxlib"] >= found["cpu_part"]["ffi"]
-    assert found["modes"][2] == {"mode": "CPU devices, one process", "works": True, "reason": None}
 
 
 def test_info_starts_no_backend(tmp_path: Path) -> None:

@@ -192,19 +192,6 @@ def test_segments_fit_and_are_no_more_than_needed(setup: tuple[str, str], operat
             )
 
 
-def test_table_is_well_formed() -> None:
-    for (hardware, mode, operation, packets, world), rows in table.TABLE.items():
-        assert (hardware, mode) in SETUPS and world in WORLDS
-        assert packets in ("bare", "flagged")
-        sizes_of_rows = [row.nbytes for row in rows]
-        assert sizes_of_rows == sorted(set(sizes_of_rows))
-        order = (*RECORDS[operation].in_order, "lax")
-        stages = [len(order) - 1.5 if r.segment_bytes else order.index(r.algorithm) for r in rows]
-        assert stages == sorted(stages)
-    for setup, operation, packets in itertools.product(SETUPS, OPERATIONS, ("bare", "flagged")):
-        assert (*setup, operation, packets, definitions.MAX_WORLD_SIZE) in table.TABLE
-
-
 def test_digest_changes_with_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
     digest = select.digest()
     assert digest == select.digest()

@@ -176,13 +176,7 @@ def direct_links(size: int, direct: Mapping[tuple[int, int], int]) -> list[list[
 def install(monkeypatch: pytest.MonkeyPatch, nvml: types.ModuleType | None) -> None:
     """Makes `import pynvml` find `nvml`, or nothing, with no topology forced."""
     monkeypatch.setitem(sys.modules, "pynvml", nvml)
-    force(monkeypatch, None)
-
-
-def force(monkeypatch: pytest.MonkeyPatch, kind: str | None) -> None:
-    """Sets the configured topology."""
-    settings = types.SimpleNamespace(topology=kind)
-    monkeypatch.setattr(topo.config, "get", lambda: settings)
+    monkeypatch.setattr(topo.config, "get", lambda: types.SimpleNamespace(topology=None))
 
 
 def test_nvml_with_switches(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -232,15 +226,3 @@ def test_nvml_that_cannot_start(monkeypatch: pytest.MonkeyPatch) -> None:
     install(monkeypatch, Broken([[SWITCH_LINK]] * 2))
     assert topo.read_links() == []
     assert topo.topology() == Topology(TopologyKind.UNKNOWN, (), (), False)
-
-
-@pytest.mark.parametrize("kind", TopologyKind)
-def test_the_configuration_forces_the_kind(
-    monkeypatch: pytest.MonkeyPatch, kind: TopologyKind
-) -> None:
-    install(monkeypatch, FakeNvml([[SWITCH_LINK] * 18] * 8))
-    force(monkeypatch, kind.value)
-    found = topo.topology()
-    assert found.kind is kind
-    assert found.forced
-    assert len(found.gpus) == 8

@@ -5,15 +5,13 @@ from typing import Any
 from unittest import mock
 
 import jax
-import numpy as np
 import pytest
 from cases import line, sharded
 from devices import need_devices
 from jax import lax
 from jax.sharding import PartitionSpec as P
-from test_rewriting import names, rewritten
+from test_rewriting import check_values, rewritten
 
-import jax_intranode
 from jax_intranode._src.ops.primitive import BY_PRIMITIVE
 from jax_intranode._src.rewrite.collectives import Body
 
@@ -35,19 +33,6 @@ def normal(*shape: int, seed: int = 0) -> jax.Array:
     return jax.random.normal(jax.random.key(seed), shape)
 
 
-def check_values(f: Callable[..., Any], *args: Any) -> None:
-    """The rewritten function has the results of the untouched one, to rounding."""
-    wanted = jax.jit(f)(*args)
-    with jax_intranode.accelerate():
-        found = jax.jit(f)(*args)
-    for w, v in zip(jax.tree.leaves(wanted), jax.tree.leaves(found), strict=True):
-        assert w.dtype == v.dtype and w.shape == v.shape and w.sharding == v.sharding
-        tolerance = 1e-5 if w.dtype == "float32" else 0.05
-        a, b = (np.asarray(u).astype(np.float64) for u in (w, v))
-        scale = max(1, np.abs(a).max(initial=0))
-        np.testing.assert_allclose(a / scale, b / scale, rtol=0, atol=tolerance)
-
-
 def golden(jaxpr: Any) -> list[str]:
     """A line for each equation; ours with what matters of their parameters."""
     found = []
@@ -65,30 +50,6 @@ def golden(jaxpr: Any) -> list[str]:
             name += f" ({', '.join(t.split('{')[0] for t in types)})"
         found.append(name)
     return found
-
-
-def check(
-    body: Callable[..., Any],
-    args: Any,
-    wanted: list[str],
-    *,
-    in_specs: Any = None,
-    out_specs: Any,
-    check_vma: bool = False,
-) -> None:
-    """Checks the rewritten body of a function of global arrays, equation by equation."""
-    f = sharded(body, line(), in_specs or (P("x"),) * len(args), out_specs, check_vma)
-    before, after, record = rewritten(f, *args)
-    assert golden(after) == wanted, after
-    assert [v.aval for v in before.outvars] == [v.aval for v in after.outvars]
-    defined = set(after.invars)
-    for equation in after.eqns:  # nothing is used before it is computed
-        assert all(v in defined for v in equation.invars if not hasattr(v, "val")), equation
-        defined.update(equation.outvars)
-    replaced = sum("matmul" in line for line in wanted)
-    assert len(record.decisions) == len([n for n in names(before)])
-    assert sum(d.reason is None for d in record.decisions) >= replaced
-    check_values(f, *args)
 
 
 def check_left(body: Callable[..., Any], args: Any, **how: Any) -> None:

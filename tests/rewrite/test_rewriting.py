@@ -67,9 +67,10 @@ def check_values(f: Callable[..., Any], *args: Any) -> None:
         found = jax.jit(f)(*args)
     for w, v in zip(jax.tree.leaves(wanted), jax.tree.leaves(found), strict=True):
         assert w.dtype == v.dtype and w.shape == v.shape and w.sharding == v.sharding
-        np.testing.assert_allclose(
-            np.asarray(w, np.float64), np.asarray(v, np.float64), rtol=1e-5, atol=1e-5
-        )
+        tolerance = 1e-5 if w.dtype == "float32" else 0.05
+        a, b = (np.asarray(u).astype(np.float64) for u in (w, v))
+        scale = max(1, np.abs(a).max(initial=0))
+        np.testing.assert_allclose(a / scale, b / scale, rtol=0, atol=tolerance)
 
 
 def normal(*shape: int, seed: int = 0) -> jax.Array:
@@ -77,44 +78,6 @@ def normal(*shape: int, seed: int = 0) -> jax.Array:
 
 
 X = normal(N, 4 * N)
-
-FORMS: dict[str, tuple[Callable[[Any], Any], list[str]]] = {
-    "psum": (lambda v: lax.psum(v, "x"), ["psum"]),
-    "psum_of_varying": (lambda v: lax.psum(v * lax.axis_index("x"), "x"), ["psum"]),
-    "pmean": (lambda v: lax.pmean(v, "x"), ["psum"]),
-    "psum_of_ints": (lambda v: lax.psum(v.astype(jnp.int32), "x"), ["psum"]),
-    "all_gather": (lambda v: lax.all_gather(v, "x"), ["all_gather"]),
-    "all_gather_axis": (lambda v: lax.all_gather(v, "x", axis=1), ["all_gather"]),
-    "all_gather_tiled": (lambda v: lax.all_gather(v, "x", axis=1, tiled=True), ["all_gather"]),
-    "psum_scatter": (
-        lambda v: lax.psum_scatter(v.reshape(N, 4), "x", scatter_dimension=0),
-        ["psum_scatter"],
-    ),
-    "psum_scatter_tiled": (
-        lambda v: lax.psum_scatter(v, "x", scatter_dimension=1, tiled=True),
-        ["psum_scatter"],
-    ),
-    "all_to_all": (lambda v: lax.all_to_all(v.reshape(N, 4), "x", 0, 0), ["all_to_all"]),
-    "all_to_all_axes": (lambda v: lax.all_to_all(v.reshape(N, 4), "x", 0, 1).T, ["all_to_all"]),
-    "all_to_all_tiled": (lambda v: lax.all_to_all(v, "x", 1, 0, tiled=True), ["all_to_all"]),
-    "pswapaxes": (lambda v: lax.pswapaxes(v.reshape(N, 4), "x", 0), ["all_to_all"]),
-}
-
-
-@pytest.mark.parametrize("check_vma", [True, False])
-@pytest.mark.parametrize("form", FORMS)
-def test_forms(form: str, check_vma: bool) -> None:
-    body, wanted = FORMS[form]
-
-    def varying(v: Any) -> Any:
-        return body(v) + 0 * v.sum() if check_vma else body(v)
-
-    f = sharded(varying, line(), P("x"), P("x"), check_vma=check_vma)
-    before, after, record = rewritten(f, X)
-    assert names(after) == [f"intranode_{name}" for name in wanted]
-    assert len(names(before)) == len(wanted) and reasons(record) == [None] * len(wanted)
-    assert [v.aval for v in before.outvars] == [v.aval for v in after.outvars]
-    check_values(f, X)
 
 
 def test_what_was_not_measured_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -136,35 +99,6 @@ def test_what_was_not_measured_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not is_missed(record.decisions[0].reason)
     (call,) = jax_intranode.explain(f(jax_intranode))(X)
     assert call.algorithm == "all_to_all" and "(not measured)" in call.reason
-
-
-def test_inner_jaxprs() -> None:
-    def body(v: Any) -> Any:
-        v = jax.jit(lambda u: lax.psum(u, "x"))(v)
-        v, _ = lax.scan(lambda c, _: (lax.pmean(c * 1.5, "x"), None), v, None, length=2)
-        v = lax.fori_loop(0, 2, lambda _, c: lax.pmean(c, "x"), v)  # a scan
-        v = lax.while_loop(lambda c: lax.psum(c, "x").sum() < 0, lambda c: lax.psum(c, "x"), v)
-        v = lax.cond(v.sum() > 0, lambda u: lax.pmean(u, "x"), lambda u: u, v)
-        v = jax.checkpoint(lambda u: lax.psum(jnp.sin(u), "x"))(v)
-        return with_rules(v)
-
-    @jax.custom_vjp
-    def with_rules(v: Any) -> Any:
-        return with_jvp(v)
-
-    @jax.custom_jvp
-    def with_jvp(v: Any) -> Any:
-        return lax.psum(v, "x")
-
-    with_jvp.defjvp(lambda primals, tangents: (with_jvp(*primals), tangents[0]))
-
-    with_rules.defvjp(lambda v: (with_rules(v), None), lambda _, ct: (ct,))
-    f = sharded(body, line(), P("x"), P("x"), check_vma=False)
-    before, after, record = rewritten(f, X)
-    assert len(names(before)) == 8
-    assert names(after) == ["intranode_psum"] * 8
-    assert reasons(record) == [None] * 8
-    check_values(f, X)
 
 
 def test_shared_functions_stay_shared_and_the_rest_are_the_same_objects() -> None:

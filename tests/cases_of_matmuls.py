@@ -23,41 +23,6 @@ import jax_intranode
 from jax_intranode._src.selection import table
 
 
-@case(rows=(1, 127, 129), dtype=("float32", "bfloat16"))
-def exact_matmuls(rows: int, dtype: str) -> None:
-    """Sums of products of zeros and ones are exact in each dtype."""
-    mesh = line()
-    n = mesh.size
-    generator = np.random.default_rng(rows)
-
-    def ones(*shape: int) -> np.ndarray:
-        return generator.integers(0, 2, (n, *shape)).astype(dtype)
-
-    x, long, w, wide = ones(2, rows, 9), ones(2, rows * n, 9), ones(9, 5), ones(9, 13)
-
-    def f(x: Any, long: Any, w: Any, wide: Any) -> Any:
-        both, whole = jax_intranode.all_gather_matmul(
-            x[0], [w[0], wide[0]], "x", gather_axis=1, return_gathered=True
-        )
-        part = jax_intranode.matmul_reduce_scatter(long[0], w[0], "x", scatter_dimension=1)
-        total = jax_intranode.matmul_all_reduce(x[0], wide[0], "x")
-        return [v[None] for v in (*both, whole, part, total)]
-
-    arrays = [put(mesh, P("x"), v) for v in (x, long, w, wide)]
-    results = jax.jit(sharded(f, mesh, P("x"), P("x")))(*arrays)
-    whole = np.concatenate(list(x), 1)
-    products = long.astype(np.float32) @ w[:, None].astype(np.float32)
-    totals = (x.astype(np.float32) @ wide[:, None].astype(np.float32)).sum(0)
-    expected = [
-        *(whole[None].astype(np.float32) @ v[:, None].astype(np.float32) for v in (w, wide)),
-        everywhere(whole, n),
-        np.stack(np.split(products.sum(0), n, axis=1)),
-        everywhere(totals, n),
-    ]
-    for result, want in zip(results, expected, strict=True):
-        check(result, want.astype(dtype))
-
-
 @case(rows=(1, 17, 64))
 def sums_of_few_rows(rows: int) -> None:
     """Products and sums of few rows, after each other. All of them are exact in bfloat16."""

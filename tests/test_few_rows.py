@@ -156,30 +156,26 @@ def test_a_sum_and_its_derivatives(standing_in: list[tuple[str, int]], check_vma
 
 
 @pytest.mark.parametrize(
-    "x_shape, w_shape, dtype",
+    "x_shape, w_shape, dtype, preferred",
     [
-        ((MOST + 1, 8), (8, 16), "bfloat16"),
-        ((1, 4), (4, 16), "bfloat16"),
-        ((1, 8), (8, 12), "bfloat16"),
-        ((1, 8), (8, 16), "float32"),
+        ((MOST + 1, 8), (8, 16), "bfloat16", None),
+        ((1, 4), (4, 16), "bfloat16", None),
+        ((1, 8), (8, 12), "bfloat16", None),
+        ((1, 8), (8, 16), "float32", None),
+        ((2, 8), (8, 16), "bfloat16", "float32"),
     ],
 )
 def test_other_sums(
-    standing_in: list[tuple[str, int]], x_shape: Any, w_shape: Any, dtype: str
+    standing_in: list[tuple[str, int]], x_shape: Any, w_shape: Any, dtype: str, preferred: Any
 ) -> None:
     """What the kernel can't multiply stays a matmul and a psum."""
     x, w = random(dtype, x_shape, 0), random(dtype, w_shape, 1)
-    f = over_x(lambda x, w: matmul_all_reduce(x, w, "x"), (P(), P()), P(), False)
-    jax.jit(f)(x, w)
-    assert not standing_in
 
-
-def test_other_dtype_of_the_result(standing_in: list[tuple[str, int]]) -> None:
     def body(x: Any, w: Any) -> Any:
-        return matmul_all_reduce(x, w, "x", preferred_element_type="float32")
+        return matmul_all_reduce(x, w, "x", preferred_element_type=preferred)
 
-    found = jax.jit(over_x(body, (P(), P()), P(), False))(bf16(2, 8), bf16(8, 16))
-    assert found.dtype == "float32" and not standing_in
+    found = jax.jit(over_x(body, (P(), P()), P(), False))(x, w)
+    assert found.dtype == (preferred or dtype) and not standing_in
 
 
 @BOTH
@@ -266,25 +262,6 @@ def columns_again(x: Any, w: Any) -> Any:
     return lax.fori_loop(0, 2, lambda _, x: column_parallel_matmul(x, w, "x"), x)
 
 
-@pytest.mark.parametrize(
-    "layers",
-    [
-        *(over_x(in_scan(f), (P(), P()), P(), False) for f in (ours, lax_s, jax.checkpoint(ours))),
-        over_x(in_scan(columns_again), (P(), P()), P(), False),
-        *(in_scan(f) for f in (whole(ours), whole(lax_s), jax.jit(whole(lax_s)))),
-        *(in_scan(f) for f in (on_global_arrays, placed)),
-    ],
-)
-def test_not_in_loops(standing_in: list[tuple[str, int]], layers: Callable[..., Any]) -> None:
-    """XLA would copy each layer's weights for the kernel."""
-    args = bf16(2, 8 * N), bf16(3, 8 * N, 8 * N, seed=1) / 8
-    wanted = jax.jit(layers)(*args)
-    with jax_intranode.accelerate(auto=True):
-        same(jax.jit(layers)(*args), wanted, 0.05)
-        assert all(call.algorithm != "few_rows" for call in explain(layers)(*args))
-    assert not standing_in
-
-
 X, STACK = bf16(2, 8 * N), bf16(3, 8 * N, 16, seed=1) * 4
 
 
@@ -299,52 +276,57 @@ def dequantized(w: Any) -> Any:
     return w.astype("int8").astype("bfloat16") * 0.5
 
 
-@pytest.mark.parametrize(
-    "program",
-    [
-        *(of_stack(f, lambda ws: ws[1]) for f in (ours, lax_s, jax.jit(lax_s))),
-        *(of_stack(f, lambda ws: ws[0, :, :8]) for f in (ours, lax_s, jax.checkpoint(lax_s))),
-        *(of_stack(f, lambda ws: dequantized(ws[0])) for f in (ours, lax_s)),
-        of_stack(lambda x, w: lax.psum(jnp.einsum("bd,edf->bef", x, w), "x"), lambda ws: ws),
-        of_stack(lambda x, w: lax.cond(True, lax_s, lax_s, x, w), lambda ws: ws[1]),
-        lambda x, ws: whole(lax_s)(x, ws[1]),
-        lambda x, ws: jax.jit(whole(lax_s))(x, dequantized(ws[1])),
-        lambda x, ws: placed(x, ws[1]),
-        lambda x, ws: placed(x, dequantized(ws[1])),
-    ],
-)
-def test_not_where_w_is_computed(
-    standing_in: list[tuple[str, int]], program: Callable[..., Any]
-) -> None:
-    """XLA's matmul reads a slice or a shorter dtype itself. It would write w for the kernel."""
-    wanted = jax.jit(program)(X, STACK)
-    with jax_intranode.accelerate(auto=True):
-        same(jax.jit(program)(X, STACK), wanted, 0.02)
-        assert all(call.algorithm != "few_rows" for call in explain(program)(X, STACK))
-    assert not standing_in
+LAYERS = bf16(2, 8 * N), bf16(3, 8 * N, 8 * N, seed=1) / 8
+# XLA would copy each layer's weights for the kernel.
+IN_LOOPS = [
+    *(over_x(in_scan(f), (P(), P()), P(), False) for f in (ours, lax_s, jax.checkpoint(ours))),
+    over_x(in_scan(columns_again), (P(), P()), P(), False),
+    *(in_scan(f) for f in (whole(ours), whole(lax_s), jax.jit(whole(lax_s)))),
+    *(in_scan(f) for f in (on_global_arrays, placed)),
+]
+# XLA's matmul reads a slice or a shorter dtype itself. It would write w for the kernel.
+OF_COMPUTED = [
+    *(of_stack(f, lambda ws: ws[1]) for f in (ours, lax_s, jax.jit(lax_s))),
+    *(of_stack(f, lambda ws: ws[0, :, :8]) for f in (ours, lax_s, jax.checkpoint(lax_s))),
+    *(of_stack(f, lambda ws: dequantized(ws[0])) for f in (ours, lax_s)),
+    of_stack(lambda x, w: lax.psum(jnp.einsum("bd,edf->bef", x, w), "x"), lambda ws: ws),
+    of_stack(lambda x, w: lax.cond(True, lax_s, lax_s, x, w), lambda ws: ws[1]),
+    lambda x, ws: whole(lax_s)(x, ws[1]),
+    lambda x, ws: jax.jit(whole(lax_s))(x, dequantized(ws[1])),
+    lambda x, ws: placed(x, ws[1]),
+    lambda x, ws: placed(x, dequantized(ws[1])),
+]
+OF_ARGUMENT = [
+    lambda x, w: whole(lax_s)(2 * x, w),
+    jax.jit(whole(jax.checkpoint(jax.jit(lax_s)))),
+    whole(lambda x, w: lax_s(x, w.reshape(8, 2, 8).reshape(8, 16))),
+    whole(lambda x, w: ours(x, w.reshape(8, 2, 8).reshape(8, 16))),
+    *(whole(lambda x, w, f=f: f(x, w[None][0])) for f in (ours, lax_s)),
+    lambda x, w: placed(2 * x, w),
+]
 
 
 @pytest.mark.parametrize(
-    "program",
+    ("program", "args", "takes"),
     [
-        lambda x, w: whole(lax_s)(2 * x, w),
-        jax.jit(whole(jax.checkpoint(jax.jit(lax_s)))),
-        whole(lambda x, w: lax_s(x, w.reshape(8, 2, 8).reshape(8, 16))),
-        whole(lambda x, w: ours(x, w.reshape(8, 2, 8).reshape(8, 16))),
-        *(whole(lambda x, w, f=f: f(x, w[None][0])) for f in (ours, lax_s)),
-        lambda x, w: placed(2 * x, w),
+        *((program, LAYERS, False) for program in IN_LOOPS),
+        *((program, (X, STACK), False) for program in OF_COMPUTED),
+        *((program, (X, STACK[0]), True) for program in OF_ARGUMENT),
     ],
 )
-def test_where_w_is_an_argument(
-    standing_in: list[tuple[str, int]], program: Callable[..., Any]
+def test_which_programs_take_the_kernel(
+    standing_in: list[tuple[str, int]], program: Callable[..., Any], args: Any, takes: bool
 ) -> None:
-    specs = (X, P(None, "x")), (STACK[0], P("x"))
-    args = [jax.device_put(v, NamedSharding(line(N), spec)) for v, spec in specs]
+    specs = (P(None, "x"), P("x")) if takes else (P(), P())
+    args = [
+        jax.device_put(v, NamedSharding(line(N), spec)) for v, spec in zip(args, specs, strict=True)
+    ]
     wanted = jax.jit(program)(*args)
     with jax_intranode.accelerate(auto=True):
-        same(jax.jit(program)(*args), wanted, 0.02)
-        assert [call.algorithm for call in explain(program)(*args)] == ["few_rows"]
-    assert set(standing_in) == {("matmul_all_reduce", 2)}
+        same(jax.jit(program)(*args), wanted, 0.05)
+        algorithms = [call.algorithm for call in explain(program)(*args)]
+    assert algorithms == ["few_rows"] if takes else "few_rows" not in algorithms
+    assert set(standing_in) == ({("matmul_all_reduce", 2)} if takes else set())
 
 
 @pytest.mark.parametrize("operation", ["matmul_all_reduce", "column_parallel_matmul"])

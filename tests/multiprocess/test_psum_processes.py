@@ -18,7 +18,6 @@ QUICK = {
     "random_program_in_segments": ("1",),
     "trees": ("two_shot-2",),
     "epochs_wrap": ("3",),
-    "exact_matmuls": ("129-bfloat16",),
     "sums_of_few_rows": ("17",),
     "random_program": ("4",),
     "random_permutes": ("0",),
@@ -41,7 +40,6 @@ QUICK_OF_FOUR = QUICK | {
     "segments_of_every_dtype": ("psum-bfloat16",),
     "trees_in_segments": (),
     "random_program_in_segments": (),
-    "exact_matmuls": (),
     "sums_of_few_rows": (),
     "independent_calls_of_unequal_cost": ("4",),
     "results_amid_other_data": (),
@@ -56,7 +54,7 @@ QUICK_OF_FOUR = QUICK | {
 
 # Rows of the contract, of 2 devices and of 4, and cases of norms.
 QUICK_ROWS = {
-    2: ("cond", "extremes-in-gradients"),
+    2: ("cond", "extremes-in-gradients", "matmuls-in-control-flow"),
     4: ("device-order-changed", "several-axes", "permutations"),
 }
 # What processes add to the cases of one process: data that arrive while a phase waits.

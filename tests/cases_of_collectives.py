@@ -46,37 +46,23 @@ from jax_intranode._src.ops import collective
 # Values.
 
 
-@case(dtype=DTYPES, algorithm=("one_shot", "two_shot"))
-def every_dtype_and_count(dtype: str, algorithm: str) -> None:
+@case(dtype=("bfloat16", "int8", "float64"), how=("all_to_all", "ppermute"))
+@case(dtype=DTYPES, how=("one_shot", "two_shot", "psum_scatter", "all_gather", "pmax", "pmin"))
+def every_dtype_and_count(dtype: str, how: str) -> None:
+    """A psum by an algorithm, or another operation."""
     mesh = line()
     n = mesh.size
-    parts = [random(dtype, (n, count), count) for count in (1, 2, 7, 8, 9, 31, 1000, 2051)]
-    f = sharded(lambda vs: [jax_intranode.psum(v, "x") for v in vs], mesh, P("x"), P("x"))
+    operation, algorithm = (how, "auto") if how in OPERATIONS else ("psum", how)
+    of_rank = n if operation in DIVIDED else 1
     with x64(dtype), forced(algorithm):
-        for part in parts:
-            chosen = selection(mesh, ("x",), (1, *part.shape[1:]), part.dtype)
-            assert chosen.algorithm == algorithm, chosen
-        arrays = [put(mesh, P("x"), part) for part in parts]
-        results = compiled_of_ours(f, arrays)(arrays)
-    for result, part in zip(results, parts, strict=True):
-        check(result, reference("psum", part))
-
-
-@case(dtype=("bfloat16", "int8", "float64"), operation=("all_to_all", "ppermute"))
-@case(dtype=DTYPES, operation=("psum_scatter", "all_gather", "pmax", "pmin"))
-def every_dtype_and_count_of_parts(dtype: str, operation: str) -> None:
-    mesh = line()
-    n = mesh.size
-    choose = collective.chooser(operation, mesh, ("x",), np.dtype(dtype))
-    counts = [
-        count
-        for count in (1, 3, 16, 17, 61, 250, 2048)
-        if count <= 61 or choose(count * np.dtype(dtype).itemsize).algorithm != "lax"
-    ]
-    each = n if operation in DIVIDED else 1
-    parts = [random(dtype, (n, count * each), count) for count in counts]
-    f = sharded(lambda vs: [apply(operation, v[0])[None] for v in vs], mesh, P("x"), P("x"))
-    with x64(dtype):
+        choose = collective.chooser(operation, mesh, ("x",), np.dtype(dtype))
+        sizes = {count: count * np.dtype(dtype).itemsize for count in (1, 2, 7, 16, 17, 61, 2051)}
+        chosen = {count: choose(nbytes).algorithm for count, nbytes in sizes.items()}
+        assert operation != "psum" or set(chosen.values()) == {algorithm}, chosen
+        assert all(chosen[count] != "lax" for count in sizes if count <= 61), chosen
+        counts = [count for count in sizes if chosen[count] != "lax"]
+        parts = [random(dtype, (n, count * of_rank), count) for count in counts]
+        f = sharded(lambda vs: [apply(operation, v[0])[None] for v in vs], mesh, P("x"), P("x"))
         arrays = [put(mesh, P("x"), part) for part in parts]
         results = compiled_of_ours(f, arrays)(arrays)
     for result, part in zip(results, parts, strict=True):

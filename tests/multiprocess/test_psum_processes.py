@@ -10,9 +10,9 @@ pytestmark = pytest.mark.one_version
 # transformation ends before a program is lowered, so the number of processes matters little to it.
 # Each process compiles each program: four processes get fewer cases.
 QUICK = {
-    "every_dtype_and_count": (*("float32-one_shot", "bfloat16-two_shot", "int8-one_shot"),),
-    "every_dtype_and_count_of_parts": (
-        *("float64-psum_scatter", "bfloat16-psum_scatter", "int8-all_gather", "int8-all_to_all"),
+    "every_dtype_and_count": (
+        *("float32-one_shot", "bfloat16-two_shot", "int8-one_shot", "int8-all_to_all"),
+        *("float64-psum_scatter", "bfloat16-psum_scatter", "int8-all_gather"),
     ),
     "segments_of_every_dtype": (*("psum-float32", "all_to_all-bfloat16"),),
     "random_program_in_segments": ("1",),
@@ -35,8 +35,7 @@ QUICK = {
     "word_of_no_data": ("ppermute",),
 }
 QUICK_OF_FOUR = QUICK | {
-    "every_dtype_and_count": ("bfloat16-two_shot",),
-    "every_dtype_and_count_of_parts": ("float64-psum_scatter",),
+    "every_dtype_and_count": ("bfloat16-two_shot", "float64-psum_scatter"),
     "segments_of_every_dtype": ("psum-bfloat16",),
     "trees_in_segments": (),
     "random_program_in_segments": (),

@@ -66,6 +66,36 @@ def _residual_norm(collective: Any, norm: str) -> Any:
     return call
 
 
+def _ragged_all_to_all(
+    operand: Any,
+    output: Any,
+    input_offsets: Any,
+    send_sizes: Any,
+    output_offsets: Any,
+    recv_sizes: Any,
+    *,
+    axis_name: Any,
+) -> Any:
+    """Looks at all updates of all ranks, one after the other."""
+    del recv_sizes
+    ranks, me = lax.axis_size(axis_name), lax.axis_index(axis_name)
+    updates = len(send_sizes) // ranks
+    sent = (operand, input_offsets, send_sizes, output_offsets)
+    operands, starts, sizes, places = (lax.all_gather(v, axis_name) for v in sent)
+    rows = jnp.arange(len(output))
+    for source in range(ranks):
+        for update in range(updates):
+            start, size, place = (
+                lax.dynamic_index_in_dim(t[source], me * updates + update, keepdims=False)
+                for t in (starts, sizes, places)
+            )
+            written = (rows >= place) & (rows < place + size)
+            read = jnp.where(written, rows - place + start, 0)
+            of_rows = written.reshape(-1, *[1] * (output.ndim - 1))
+            output = jnp.where(of_rows, operands[source][read], output)
+    return output
+
+
 _scatter = functools.partial(lax.psum_scatter, tiled=True)
 OF_LAX = types.SimpleNamespace(
     all_gather=lax.all_gather,
@@ -78,6 +108,7 @@ OF_LAX = types.SimpleNamespace(
     psum_residual_rms_norm=_residual_norm(lax.psum, "rms_norm"),
     psum_scatter_residual_layer_norm=_residual_norm(_scatter, "layer_norm"),
     psum_scatter_residual_rms_norm=_residual_norm(_scatter, "rms_norm"),
+    ragged_all_to_all=_ragged_all_to_all,
 )
 
 

@@ -1,6 +1,7 @@
-"""ragged_all_to_all: types, gradients, transformations, bad tables, and where lax can't run it.
+"""ragged_all_to_all: groups, bad tables, and where lax can't run it.
 
-cases_of_ragged.py compares its results with NumPy's, for random tables.
+cases_of_ragged.py compares its results with NumPy's, for random tables; the contract has gradients
+and transformations.
 """
 
 from collections.abc import Callable, Iterator
@@ -16,9 +17,7 @@ from cases import line, make_mesh, sharded
 from devices import need_devices
 from jax import export, lax
 from jax.sharding import PartitionSpec as P
-from jax.test_util import check_grads
 from ragged_tables import program
-from tiers import full
 
 import jax_intranode
 
@@ -223,41 +222,6 @@ def test_bad_tables_in_a_batch_are_failures(table: int, batch: int, value: int, 
 # Gradients.
 
 
-def linear_map(operand: np.ndarray, output: np.ndarray, tables: Any) -> Any:
-    """Which row of all operands each row of the results is; -1: that of the output."""
-    n = len(operand)
-    numbers = np.arange(n * operand.shape[1]).reshape(n, -1)
-    return ragged_tables.expected(numbers, np.full(output.shape[:2], -1), tables)
-
-
-@pytest.mark.parametrize(
-    ("n", "k", "kind", "check_vma"),
-    [
-        (2, 3, "over", True),
-        (3, 1, "same", False),
-        full(2, 1, "apart", False),
-        full(4, 2, "over", False),
-        full(2, 2, "empty", True),
-    ],
-)
-def test_gradients(n: int, k: int, kind: str, check_vma: bool, x64: None) -> None:
-    """Of the linear map itself, and numerically, also of the gradient."""
-    need_devices(n)
-    rng = np.random.default_rng([n, k])
-    tables = ragged_tables.tables(rng, n, k, 5, 9, kind)
-    operand, output = (rng.normal(size=(n, rows, 2)) for rows in (5, 9))
-    f = jax.jit(program(n, check_vma=check_vma))
-    result, back = jax.vjp(lambda x, y: f(x, y, *tables), operand, output)
-    ct = rng.normal(size=result.shape)
-    of_operand, of_output = back(ct)
-    rows = linear_map(operand, output, tables)
-    wanted = np.zeros((n * 5, 2))
-    np.add.at(wanted, rows[rows >= 0], ct[rows >= 0])
-    np.testing.assert_allclose(of_operand.reshape(-1, 2), wanted, rtol=1e-12)
-    np.testing.assert_array_equal(of_output, np.where(rows[..., None] >= 0, 0, ct))
-    check_grads(lambda x, y: f(x, y, *tables), (operand, output), order=2)
-
-
 def test_gradients_of_reads_are_summed_in_rank_order_and_rounded_once() -> None:
     n = min(8, len(jax.devices()))
     rng = np.random.default_rng(0)
@@ -273,66 +237,7 @@ def test_gradients_of_reads_are_summed_in_rank_order_and_rounded_once() -> None:
     np.testing.assert_array_equal(found, total.astype(jnp.bfloat16))
 
 
-def test_gradient_of_output_where_an_update_is_empty() -> None:
-    """Its offset is that of the next update, as where offsets are cumulated sizes.
-
-    The mask of lax's rule is wrong here.
-    """
-    tables = [np.array(t, np.int32) for t in ([[0, 0]] * 2, [[0, 0], [2, 0]], [[0, 0]] * 2)]
-    tables.append(ragged_tables.received(tables[1]))
-    f = jax.jit(program(2))
-    gradient = jax.grad(lambda y: f(np.ones((2, 3), np.float32), y, *tables).sum())
-    np.testing.assert_array_equal(
-        gradient(np.ones((2, 4), np.float32)), [[0, 0, 1, 1], [1, 1, 1, 1]]
-    )
-
-
 # Transformations.
-
-
-@pytest.mark.parametrize(
-    ("axes", "check_vma"),
-    [
-        ((0, 0, 0, 0, 0, 0), True),
-        ((0, None, *[None] * 4), True),
-        ((None, 1, 0, None, 0, None), False),
-    ],
-)
-def test_vmap(axes: tuple[int | None, ...], check_vma: bool) -> None:
-    rng = np.random.default_rng(0)
-    tables = ragged_tables.tables(rng, 2, 2, 5, 9, "over")
-    xs = [*ragged_tables.operands(rng, 2, (5, 9), (3,), "float32"), *tables]
-    batched = [np.stack([x, x], 0) if a is not None else x for x, a in zip(xs, axes, strict=True)]
-    for i in range(2):
-        if axes[i] is not None:
-            batched[i][1] *= 2
-
-    def body(*xs: Any) -> Any:
-        of_rank = [x[0] if a is None else x[:, 0] for x, a in zip(xs, axes, strict=True)]
-        moved = [v if not a else jnp.moveaxis(v, 0, a) for v, a in zip(of_rank, axes, strict=True)]
-        call = lambda *v: jax_intranode.ragged_all_to_all(*v, axis_name="x")  # noqa: E731
-        return jax.vmap(call, axes)(*moved)[:, None]
-
-    specs = tuple(P("x") if a is None else P(None, "x") for a in axes)
-    f = jax.jit(sharded(body, line(2), specs, P(None, "x"), check_vma))
-    assert algorithms(f, *batched) == ["ragged"]
-    found = f(*batched)
-    for i in range(2):
-        of_batch = [x if a is None else x[i] for x, a in zip(batched, axes, strict=True)]
-        wanted = ragged_tables.expected(of_batch[0], of_batch[1], of_batch[2:])
-        np.testing.assert_array_equal(found[i], wanted)
-
-
-def test_vmap_of_the_gradient() -> None:
-    rng = np.random.default_rng(0)
-    tables = ragged_tables.tables(rng, 2, 2, 5, 9, "same")
-    operand, output = ragged_tables.operands(rng, 2, (5, 9), (3,), "float32")
-    f = jax.jit(program(2))
-    _, back = jax.vjp(lambda x: f(x, output, *tables), operand)
-    cts = rng.normal(size=(3, *output.shape)).astype(np.float32)
-    (found,) = jax.vmap(back)(cts)
-    for i in range(3):
-        np.testing.assert_array_equal(found[i], back(cts[i])[0])
 
 
 def test_axis_of_vmap() -> None:
@@ -347,23 +252,6 @@ def test_axis_of_vmap_that_hides_a_mesh_axis() -> None:
     body = lambda *xs: jax.vmap(call, axis_name="x")(*xs)  # noqa: E731
     found = jax.jit(sharded(body, line(2), P(), P()))(OPERAND, OUTPUT, *TABLES)
     np.testing.assert_array_equal(found, RESULT)
-
-
-@pytest.mark.parametrize("policy", [None, jax.checkpoint_policies.everything_saveable])
-def test_scan_and_remat(policy: Any, x64: None) -> None:
-    rng = np.random.default_rng(0)
-    tables = ragged_tables.tables(rng, 2, 1, 6, 6, "apart")
-
-    def body(x: Any, *tables: Any) -> Any:
-        def layer(v: Any) -> Any:
-            rest = [t[0] for t in tables]
-            return jnp.sin(jax_intranode.ragged_all_to_all(v, v, *rest, axis_name="x"))
-
-        step = jax.checkpoint(layer, policy=policy)
-        return lax.scan(lambda v, _: (step(v), None), x[0], None, length=3)[0][None]
-
-    f = jax.jit(sharded(body, line(2), P("x"), P("x"), check_vma=True))
-    check_grads(lambda x: f(x, *tables), (rng.normal(size=(2, 6, 2)),), 1, modes=("rev",))
 
 
 def test_output_that_does_not_vary() -> None:

@@ -16,7 +16,7 @@ SUBJECTS = {
     "Sharding": sharding,
     "Control flow, batching and memory": control_flow,
     "Differentiation": differentiation,
-    "Matmuls, norms and experts": layers,
+    "Matmuls, norms, experts and ragged exchanges": layers,
     "Programs": programs,
 }
 # In the order of the tables.

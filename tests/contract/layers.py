@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import models
 import numpy as np
+import ragged_tables
 from jax import lax
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
@@ -429,3 +430,77 @@ def experts_over_two_axes(lib: Any) -> Any:
     return under_both(
         lambda check: run(shmap(body, mesh, spec, spec, check), x, ids, weights, factors)
     )
+
+
+# Ragged exchanges. lax has no values of them on CPU devices.
+
+
+def with_ragged(
+    lib: Any,
+    transform: Callable[[Any], Any],
+    kind: str,
+    axes: tuple[int | None, ...] | None = None,
+    wrap: Callable[[Any], Any] = lambda f: f,
+) -> Any:
+    """A transformation of the exchange of an operand and an output.
+
+    Args:
+        kind: that of the tables.
+        axes: over which axes of its arguments the exchange is batched inside shard_map.
+        wrap: transforms the exchange inside shard_map.
+    """
+    lib, rng = models.functions(lib), np.random.default_rng(0)
+    tables = ragged_tables.tables(rng, 2, 2, 5, 9, kind)
+    operands = ragged_tables.operands(rng, 2, (5, 9), (3,), "float32")
+
+    def body(*args: Any) -> Any:
+        def call(*args: Any) -> Any:
+            return lib.ragged_all_to_all(*args, axis_name="x")
+
+        args = tuple(v[0] for v in args)
+        if axes is None:
+            return wrap(call)(*args)[None]
+        several = [
+            v if axis is None else jnp.stack([v, 2 * v if k < 2 else v], axis)
+            for k, (v, axis) in enumerate(zip(args, axes, strict=True))
+        ]
+        return wrap(jax.vmap(call, axes))(*several)[None]
+
+    def under(check: bool) -> Any:
+        mapped = shmap(body, None, P("x"), P("x"), check)
+        return run(transform(lambda x, y: mapped(x, y, *tables)), *operands)
+
+    return under_both(under)
+
+
+def with_gradients(f: Any) -> Any:
+    return lambda *args: (f(*args), jax.grad(loss(f), (0, 1))(*args))
+
+
+@row("`ragged_all_to_all` of slices that overlap, are read twice or are empty; its derivatives",
+     ACCELERATED)  # fmt: skip
+def ragged(lib: Any) -> Any:
+    def second(f: Any) -> Any:
+        gradient = jax.grad(loss(f), (0, 1))
+        return lambda *args: jax.jvp(gradient, args, args)
+
+    transforms = {"over": second, "same": with_gradients, "apart": with_gradients}
+    return [with_ragged(lib, transform, kind) for kind, transform in transforms.items()]
+
+
+@row("`vmap` of `ragged_all_to_all` and of its gradient: any axes of any arguments", ACCELERATED)
+def ragged_batched(lib: Any) -> Any:
+    every = (0,) * 6, (0, None, *[None] * 4), (None, 1, 0, None, 0, None)
+    return [with_ragged(lib, with_gradients, "over", axes) for axes in every]
+
+
+@row("gradients of `ragged_all_to_all` in `scan`, `checkpoint` and nested `jit`", ACCELERATED)
+def ragged_in_control_flow(lib: Any) -> Any:
+    def in_scan(call: Any) -> Any:
+        def scanned(x: Any, y: Any, *tables: Any) -> Any:
+            step = jax.checkpoint(lambda y, _: (jax.jit(call)(y[:5] * x, y, *tables), None))
+            return lax.scan(step, y, None, length=2)[0]
+
+        return scanned
+
+    return with_ragged(lib, with_gradients, "apart", wrap=in_scan)

@@ -28,51 +28,8 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
 
 import jax_intranode
-from jax_intranode import all_gather_matmul, explain, matmul_all_reduce, matmul_reduce_scatter
+from jax_intranode import all_gather_matmul, explain, matmul_reduce_scatter
 from jax_intranode._src.jax_private import jaxpr_walk
-
-# Collectives of gradients and tangents.
-
-
-def steps(name: str) -> tuple[Callable[..., Any], Any, Any]:
-    """A function of a rank's x and ws, and the specs of x and of its results."""
-    if name == "all_gather_matmul":
-        return (lambda x, *ws: all_gather_matmul(x, list(ws), "x")), P("x"), P(None, "x")
-    if name == "matmul_reduce_scatter":
-        return (lambda x, w, _: matmul_reduce_scatter(x, w, "x")), P(None, "x"), P("x")
-    return (lambda x, w, _: matmul_all_reduce(x, w, "x")), P(None, "x"), P()
-
-
-@BOTH
-@pytest.mark.parametrize(
-    "name, forward, backward",
-    [
-        ("all_gather_matmul", {GATHER: 1}, {"x": {SCATTER: 1}, "w": {}, "xw": {SCATTER: 1}}),
-        ("matmul_reduce_scatter", {SCATTER: 1}, {by: {GATHER: 1} for by in ("x", "w", "xw")}),
-        ("matmul_all_reduce", {SUM: 1}, dict.fromkeys(("x", "w", "xw"), None)),
-    ],
-)
-def test_collectives_of_gradients(
-    name: str, forward: dict[str, int], backward: dict[str, Any], check_vma: bool
-) -> None:
-    f, of_x, of_result = steps(name)
-    of_w = P("x") if name != "all_gather_matmul" else P(None, "x")
-    g = over_x(f, (of_x, of_w, of_w), of_result, check_vma)
-    args = values((2 * N, 2 * N), (2 * N, 3 * N), (2 * N, 5 * N))
-    assert collectives(g, *args) == forward
-    for by, argnums in (("x", (0,)), ("w", (1, 2)), ("xw", (0, 1, 2))):
-        expected = backward[by]
-        if expected is None:  # as for lax.psum: none if the cotangent is the same on all ranks
-            expected = {} if check_vma else {SUM: 1}
-        found = collectives(with_gradients(g, argnums), *args)
-        assert found == Counter(forward) + Counter(expected), by
-
-        def tangent(*args: Any, argnums: Any = argnums) -> Any:
-            moved = [jnp.cos(v) if i in argnums else jnp.zeros_like(v) for i, v in enumerate(args)]
-            return jax.jvp(g, args, tuple(moved))
-
-        assert collectives(tangent, *args) == {key: 2 * k for key, k in forward.items()}, by
-
 
 # Both gradients as one equation.
 

@@ -72,35 +72,6 @@ def ragged_of_tables_in_a_loop(world: int) -> None:
 
 
 @case()
-def ragged_beside_others() -> None:
-    """Its epochs go on with those of other operations, and its windows are empty for them."""
-    mesh = line()
-    n = len(jax.devices())
-    rng = np.random.default_rng(0)
-    rows = (400, 800)
-    operand, output = ragged_tables.operands(rng, n, rows, (64,), "float32")
-    tables = ragged_tables.tables(rng, n, 2, *rows, "apart")
-    ragged = ragged_tables.program(n, mesh=mesh)
-    args = [put(mesh, P("x"), x) for x in (operand, output, *tables)]
-
-    @jax.jit
-    def f(x: Any, y: Any, *tables: Any) -> Any:
-        def step(carry: Any, _: Any) -> Any:
-            total = jax.shard_map(
-                lambda v: jax.lax.psum(v[:, :2], "x"), mesh=mesh, in_specs=P("x"), out_specs=P("x"),
-                check_vma=False,
-            )(carry)  # fmt: skip
-            moved = ragged(x, carry, *tables)
-            return moved + 0 * total.sum(), None
-
-        return jax.lax.scan(step, y, None, length=5)[0]
-
-    with jax_intranode.accelerate():
-        found = f(*args)
-    check(found, ragged_tables.expected(operand, output, tables))
-
-
-@case()
 def ragged_of_a_bad_table() -> None:
     """The two ranks of the update fail, and say why; the others don't, and the group goes on.
 

@@ -45,10 +45,14 @@ WAYS = tuple(way for way in stress_calls.WAYS if way != "vmap")
 
 
 def random_calls(
-    seed: int, count: int, mesh: Mesh, ways: Sequence[str] = ("plain", "late")
+    seed: int,
+    count: int,
+    mesh: Mesh,
+    ways: Sequence[str] = ("plain", "late"),
+    most: dict[str, int] = FEW,
 ) -> list[Call]:
     choose = Seeded(seed)
-    return [random_call(choose, mesh, FEW, ways=ways) for _ in range(count)]
+    return [random_call(choose, mesh, most, ways=ways) for _ in range(count)]
 
 
 def chain(calls: Sequence[Call], mesh: Mesh) -> Any:
@@ -81,7 +85,8 @@ def random_program(which: int) -> None:
     if not takes_part(mesh):
         return
     jax_intranode.initialize(mesh)
-    calls = random_calls(which, 40 if which < 2 else 15, mesh, WAYS)
+    most = FEW | {"ragged_all_to_all": 60}
+    calls = random_calls(which, 40 if which < 2 else 15, mesh, WAYS, most)
     with x64("float64"), forced("one_shot", "two_shot", "two_shot"):
         carries, value = random_carries(mesh, which)
         program = compiled_of_ours(chain(calls, mesh), value)

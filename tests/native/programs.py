@@ -31,7 +31,7 @@ _WITH = {
     "ragged_model": [],
     "peer_model": [],
     "log_model": [],
-    "health_model": [],
+    "peer_record_test": [],
     "pipeline_model": [],
 }
 PROGRAMS = {
@@ -69,7 +69,7 @@ OUTPUT = {
     "ragged_model": _MODEL,
     "peer_model": _MODEL,
     "log_model": _MODEL,
-    "health_model": _MODEL,
+    "peer_record_test": "done\n",
     "pipeline_model": _MODEL,
 }
 
@@ -168,11 +168,7 @@ SOUND = {
     },
     "peer_model": {"long": ["sound 2 3 full", "sound 2 4 quick", "sound 3 2 full"]},
     "log_model": {"full": ["sound 2 8", "sound 3 8"]},
-    # Processes, stops, places.
-    "health_model": {
-        "quick": ["sound 2 0 quick"],
-        "long": ["sound 2 2 all", "sound 3 2 all"],
-    },
+    "peer_record_test": {"quick": [""]},
     "pipeline_model": {
         "full": ["sound 2 1 queue"],
         "long": ["sound 2 3 streams", "sound 3 1 streams", "sound 3 2 streams", "sound 3 1 queue"],
@@ -272,21 +268,6 @@ _LOG = [
     "no_fence",  # between operations
 ]
 
-_HEALTH = [
-    "end_first",  # an end is judged before the socket has been read
-    "proc_last",  # /proc is asked when the socket has been read
-    "silence_first",  # a silence is judged before the socket has been read
-    "reset_is_end",  # what a peer sent before it closed its socket is not read
-    "forgets_before_arm",  # what came before the watch was armed is dropped
-    "no_goodbye",  # nobody remembers that a peer has finished
-    "stays_silent",  # a peer that is heard again is not present again
-    "stays_finished",  # a call after the end takes nothing back
-    "last_fault",  # the last fault of a peer counts, not the first one
-    "socket_only",  # only the socket tells of an end
-    "no_patience",  # a call gives up at once for a peer that may come back
-    "close_any_time",  # Close() does not wait until the platform has been told
-]
-
 _PIPELINE = [
     "no_release",  # a signal may overtake the data
     "no_acquire",
@@ -331,11 +312,6 @@ BROKEN = (
         for ranks in worlds
     ]
     + [("log_model", f"{variant} {ranks} 5", "full") for variant in _LOG for ranks in [2, 3]]
-    + [("health_model", variant + " 2 1 quick", "full") for variant in _HEALTH]
-    + [
-        # The return of one peer clears the absence of all.
-        ("health_model", "one_bit 3 1 quick", "full"),
-    ]
     + [
         ("pipeline_model", f"{variant} {ranks} 2", "full")
         for variant in _PIPELINE

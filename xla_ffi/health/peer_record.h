@@ -1,6 +1,6 @@
 // What a process knows of one of its peers: its state (peer_table.h), and when that changes.
 //
-// It has no sockets: a Port gives it what there is. tests/native/model/health_model.cc runs it
+// It has no sockets: a Port gives it what there is. tests/native/peer_record_test.cc runs it
 // against peers that end and stop at any time. The rules:
 //
 //   The socket is read until it is empty after the end of a process is known, and before that end

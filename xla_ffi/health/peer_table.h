@@ -1,5 +1,5 @@
 // The state of a peer: what changes it, and what follows from it for calls. This file decides, and
-// does no input or output. tests/native/model/health_model.cc runs it in all orders of events.
+// does no input or output. tests/native/peer_record_test.cc runs it in many orders of events.
 //
 // What a process knows of a peer is one value. "Ends" is the end of the peer's process.
 //

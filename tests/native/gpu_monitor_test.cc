@@ -4,6 +4,7 @@
 #include <sys/mman.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <atomic>
 #include <cstdio>
 #include <string>
@@ -120,7 +121,7 @@ AbsentDevices Absent(int64_t device, PeerState state) {
 }
 
 bool Waits(const std::function<bool()>& condition) {
-  for (int i = 0; i < 500 && !condition(); ++i) usleep(10'000);
+  for (int i = 0; i < 6000 && !condition(); ++i) usleep(10'000);
   return condition();
 }
 
@@ -193,9 +194,32 @@ int AKernelFailureEndsItsDevice(int named) {
   return 0;
 }
 
+// A wait in a kernel, polled every microsecond: nanoseconds that the timer has seen when it ends.
+uint64_t TimedWait(v1::WaitTimer& timer, uint64_t* now, uint64_t polls) {
+  uint64_t waited = 0;
+  for (uint64_t i = 0; i < polls; ++i, *now += 1000) {
+    if (timer.Poll()) waited = timer.Waited(*now);
+  }
+  return waited;
+}
+
+// A body of six minutes with a short wait every 10 ms, and one long wait, which alone is long.
+int ManyShortWaitsAreNotLong() {
+  v1::WaitTimer timer;
+  uint64_t now = 1, longest = 0;
+  for (int i = 0; i < 36'000; ++i, now += 10'000'000) {
+    longest = std::max(longest, TimedWait(timer, &now, 1500));
+    timer.End();
+  }
+  CHECK(longest <= 2'000'000);
+  CHECK(TimedWait(timer, &now, 5'000'000) >= 4'900'000'000);
+  return 0;
+}
+
 }  // namespace
 
 int main(int argc, char** argv) {
+  if (ManyShortWaitsAreNotLong() != 0) return 1;
   if (MemoryIsFreedByOthers(argc > 1 ? atoi(argv[1]) : 20000) != 0) return 1;
   if (AGroupFailsAlone() != 0) return 1;  // it takes the failures that the monitor would take
   Monitor::Get().Add(&platform, 10);

@@ -4,6 +4,7 @@
 #include <type_traits>
 
 #include "xla_ffi/kernels/algorithms.h"
+#include "xla_ffi/kernels/hybrid_cube_mesh.h"
 #include "xla_ffi/kernels/one_hop.h"
 #include "xla_ffi/kernels/two_shot.h"
 #include "xla_ffi/kernels/types.h"
@@ -18,6 +19,15 @@ constexpr Algorithm kCollectives[] = {Algorithm::kOneShot, Algorithm::kTwoShot,
 // Maxima and minima.
 constexpr Algorithm kExtremes[] = {Algorithm::kOneShotMax, Algorithm::kTwoShotMax,
                                    Algorithm::kOneShotMin, Algorithm::kTwoShotMin};
+
+// A hybrid cube mesh: quads of the even and of the odd ranks; an even rank's relay is the next one.
+inline Links LinksOf(int rank, int ranks) {
+  Links links{0, rank ^ 1};
+  for (int r = 0; r < ranks; ++r) {
+    if (r != rank && (r % 2 == rank % 2 || r == links.relay)) links.peers |= 1u << r;
+  }
+  return links;
+}
 
 // The element types of an algorithm: only maxima and minima tell unsigned ones apart.
 inline bool HasKernel(Algorithm algorithm, ElementType type) {

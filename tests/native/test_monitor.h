@@ -49,7 +49,7 @@ class TestMonitor {
       while (!ends_) {
         {
           const auto looks = Hold();
-          for (size_t i = 0; i < groups_.size(); ++i) Look(i);
+          LookAtAll();
         }
         std::this_thread::sleep_for(std::chrono::milliseconds(5));
       }
@@ -63,19 +63,32 @@ class TestMonitor {
   // It does not look, and so moves no group, while this lock is held.
   std::unique_lock<std::mutex> Hold() { return std::unique_lock(looks_); }
 
+  // To the monitor it seems that so much time passes, in which it looks each second.
+  void Pass(std::chrono::seconds time) {
+    const auto looks = Hold();
+    for (auto end = passed_ + time; passed_ < end;) {
+      passed_ += std::chrono::seconds(1);
+      LookAtAll();
+    }
+  }
+
   std::vector<std::string> TakeWarnings() {
     std::lock_guard lock(mutex_);
     return std::exchange(warnings_, {});
   }
 
  private:
+  void LookAtAll() {
+    for (size_t i = 0; i < groups_.size(); ++i) Look(i);
+  }
   void Look(size_t i) {
+    const Clock::time_point now = Clock::now() + passed_;
     std::vector<Wait> waits;
-    groups_[i]->Look(Clock::now(), {}, &waits);
-    const auto outcome = reports_[i].Update(waits, Clock::now(), patience_);
+    groups_[i]->Look(now, {}, &waits);
+    const auto outcome = reports_[i].Update(waits, now, patience_);
     for (const WaitNote& note : outcome.notes) {
       for (size_t other = 0; other < reports_.size(); ++other) {
-        if (other != i) reports_[other].Hear(ParseNote(TextOf(note)).value(), Clock::now());
+        if (other != i) reports_[other].Hear(ParseNote(TextOf(note)).value(), now);
       }
     }
     for (const auto& [wait, reason] : outcome.over) wait.give_up(Failure(reason, wait));
@@ -86,6 +99,7 @@ class TestMonitor {
   const Groups groups_;
   std::vector<WaitReports> reports_;
   const Clock::duration patience_;
+  std::chrono::seconds passed_{0};
   std::atomic<bool> ends_{false};
   std::mutex looks_, mutex_;
   std::vector<std::string> warnings_;

@@ -286,7 +286,7 @@ class Sequence {
     if (plan.algorithm == jin::Algorithm::kHybridCubeMesh) {
       // What a rank has no link to, it has no address of: an access would be outside of all
       // regions.
-      jin::Linked<jin::Buffer> linked{call, LinksOf(g.rank)};
+      jin::Linked<jin::Buffer> linked{call, jin::LinksOf(g.rank, ranks_)};
       const ModelGroup group = jin::WithoutUnlinked(g, linked.links);
       if (broken.wrong_relay && ranks_ == 4 && g.rank == 0) linked.links.relay = 3;
       jin::RunOperation<jin::HybridCubeMesh<Type, N, Packets>>(t, group, linked);
@@ -349,15 +349,6 @@ class Sequence {
       if (jin::Load(&h->busy[block]) != 1) machine_.Fail("wrong: runs, but is not marked as begun");
       jin::End(t, g, epoch);
     }
-  }
-
-  // Quads of the even and of the odd ranks; an even rank's relay is the next one.
-  jin::Links LinksOf(int rank) const {
-    jin::Links links{0, rank ^ 1};
-    for (int r = 0; r < ranks_; ++r) {
-      if (r != rank && (r % 2 == rank % 2 || r == links.relay)) links.peers |= 1u << r;
-    }
-    return links;
   }
 
   void RunBlock(int rank, int block) {

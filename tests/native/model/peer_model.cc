@@ -35,6 +35,7 @@ struct Plan {
   Kind kind;
   int packets;
   int blocks;
+  bool wide = false;  // a packet has the values of two
 };
 
 struct Variant {
@@ -146,16 +147,36 @@ class Sequence {
     return peer::Half(p, rank, broken.one_half ? 0 : epoch);
   }
 
-  void Take(ModelThread& t, const peer::Peers& p, uint32_t epoch, int k, size_t i, int from) {
-    uint32_t& value = local[p.rank][k][i];
+  template <class T>
+  void Take(ModelThread& t, const peer::Peers& p, uint32_t epoch, size_t i, T* value, int from) {
     if (!broken.never_cleared) {
-      peer::Take(t, Half(p, p.rank, epoch), i, &value, from);
+      peer::Take(t, Half(p, p.rank, epoch), i, value, from);
       return;
     }
-    auto* pair = reinterpret_cast<uint64_t*>(Half(p, p.rank, epoch)) + i;
-    uint64_t found;
-    while (((found = peer::LoadPair(pair)) >> 32) == 0) t.Wait(from);
-    value = static_cast<uint32_t>(found);
+    auto* pairs = reinterpret_cast<uint64_t*>(Half(p, p.rank, epoch)) + i * (sizeof(T) / 4);
+    for (size_t w = 0; w < sizeof(T) / 4; ++w) {
+      uint64_t found;
+      while (((found = peer::LoadPair(pairs + w)) >> 32) == 0) t.Wait(from);
+      const auto word = static_cast<uint32_t>(found);
+      memcpy(reinterpret_cast<char*>(value) + 4 * w, &word, 4);
+    }
+  }
+
+  // Packets of T, each with the next values.
+  template <class T>
+  void Shift(ModelThread& t, const peer::Peers& p, const Plan& plan, int k, uint32_t epoch) {
+    constexpr size_t kWords = sizeof(T) / 4;
+    const int to = (p.rank + 1) % p.size, from = (p.rank + p.size - 1) % p.size;
+    for (size_t i = t.First(); i < static_cast<size_t>(plan.packets); i += t.Stride()) {
+      uint32_t words[kWords];
+      for (size_t w = 0; w < kWords; ++w) words[w] = Value(p.rank, k, i * kWords + w);
+      peer::Put(Half(p, to, epoch), i, std::bit_cast<T>(words));
+    }
+    for (size_t i = t.First(); i < static_cast<size_t>(plan.packets); i += t.Stride()) {
+      T value;
+      Take(t, p, epoch, i, &value, from);
+      memcpy(&local[p.rank][k][i * kWords], &value, sizeof value);
+    }
   }
 
   void RunKernel(ModelThread& t, const peer::Peers& p, const Plan& plan, int k) {
@@ -164,17 +185,12 @@ class Sequence {
     const size_t packets = plan.packets;
     switch (plan.kind) {
       case Kind::kShift:
-        for (size_t i = t.First(); i < packets; i += t.Stride()) {
-          peer::Put(Half(p, (me + 1) % n, epoch), i, Value(me, k, i));
-        }
-        for (size_t i = t.First(); i < packets; i += t.Stride()) {
-          Take(t, p, epoch, k, i, (me + n - 1) % n);
-        }
+        plan.wide ? Shift<uint64_t>(t, p, plan, k, epoch) : Shift<uint32_t>(t, p, plan, k, epoch);
         break;
       case Kind::kFromZero:
         for (size_t i = t.First(); i < packets; i += t.Stride()) {
           for (int r = 1; me == 0 && r < n; ++r) peer::Put(Half(p, r, epoch), i, Value(0, k, i));
-          if (me != 0) Take(t, p, epoch, k, i, 0);
+          if (me != 0) Take(t, p, epoch, i, &local[me][k][i], 0);
         }
         break;
       case Kind::kBarrier:
@@ -224,7 +240,7 @@ class Sequence {
     const Plan& plan = plans_[k];
     const bool shift = plan.kind == Kind::kShift;
     if (shift || (plan.kind == Kind::kFromZero && rank != 0)) {
-      for (int i = 0; i < plan.packets; ++i) {
+      for (int i = 0; i < plan.packets * (shift && plan.wide ? 2 : 1); ++i) {
         const int from = shift ? (rank + ranks_ - 1) % ranks_ : 0;
         if (local[rank][k][i] != Value(from, k, i)) {
           machine_.Fail("wrong: the result of call " + std::to_string(k) + " (" +
@@ -259,7 +275,7 @@ Plan PlanOf(int pattern, int k, Kind kind) {
     case 0:
       return {kind, 1, 1};
     case 1:
-      return {kind, 1 + k % 2, 1};
+      return {kind, 1 + k % 2, 1, true};
     default:  // grids of two blocks and of one
       return {kind, 2, k % 3 == 1 ? 1 : 2};
   }

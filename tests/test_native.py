@@ -92,7 +92,7 @@ class Programs:
             program.parent.mkdir(exist_ok=True)
             if build == "thread":
                 self._skip_unless_sanitizer_works()
-            message = self._compile(program, listed.PROGRAMS[name], build)
+            message = self._compile(program, listed.sources(name), build)
             assert not message, message
         return program
 
@@ -109,9 +109,9 @@ def marks(tier: str, build: str = "plain") -> list[pytest.MarkDecorator]:
 
 
 def sound() -> Iterator[Any]:
-    for name, tiers in listed.SOUND.items():
-        for build in FLAGS if name in listed.SANITIZED else ["plain"]:
-            for tier, tests in tiers.items():
+    for name, program in listed.PROGRAMS.items():
+        for build in FLAGS if program.sanitized else ["plain"]:
+            for tier, tests in program.tiers().items():
                 for text in tests:
                     yield pytest.param(
                         build, name, text, marks=marks(tier, build), id=f"{build}-{name}-{text}"
@@ -125,7 +125,7 @@ def test_sound(programs: Programs, build: str, name: str, arguments: str) -> Non
     assert outcome.returncode == 0, outcome.stdout
     numbers = [int(word) for word in words if word.isdecimal()]
     checked = 12 * numbers[0] * numbers[-1] if numbers else 0  # by all ranks of a CPU group
-    expected = listed.OUTPUT[name].format(*(words or [""]), *[""] * 3, checked=checked)
+    expected = listed.PROGRAMS[name].output.format(*(words or [""]), *[""] * 3, checked=checked)
     assert re.fullmatch(expected, outcome.stdout), outcome.stdout
     print(outcome.stdout.splitlines()[-1])
 

@@ -1,174 +1,138 @@
 """The native tests (tests/test_native.py): each program's arguments, and how it must end."""
 
+from dataclasses import dataclass
 from pathlib import Path
 
 _ROOT = Path(__file__).parent.parent.parent
 
 
-def _folder(name: str) -> list[str]:
+def _folder(name: str) -> tuple[str, ...]:
     """The C++ files of a folder of the product."""
-    return [str(path.relative_to(_ROOT)) for path in sorted(_ROOT.glob(f"xla_ffi/{name}/*.cc"))]
+    return tuple(
+        str(path.relative_to(_ROOT)) for path in sorted(_ROOT.glob(f"xla_ffi/{name}/*.cc"))
+    )
 
 
-# What is compiled with each program. Its own source is tests/native/NAME.cc, or that of the model.
-_WITH = {
-    "protocol_test": [],
-    "host_group_test": _folder("host"),
-    "fused_order_test": [],
-    "failed_launch_test": ["xla_ffi/ffi/collectives_cuda.cc"],
-    "gpu_monitor_test": _folder("health"),
-    "handler_input_fuzz": [
-        "xla_ffi/ffi/collectives_host.cc",
-        "xla_ffi/ffi/communicator_host.cc",
-        *_folder("host"),
-    ],
-    "peer_input_fuzz": [],
-    "monitor_test": _folder("health"),
-    "segment_test": ["xla_ffi/host/segment.cc"],
-    "collectives_model": [],
-    "permute_model": [],
-    "ragged_model": [],
-    "peer_model": [],
-    "log_model": [],
-    "peer_record_test": [],
-    "pipeline_model": [],
-}
+_MODEL = "sound: ranks {1} operations {2} wrong 0 sequences .*\n"
+
+
+@dataclass(frozen=True)
+class Program:
+    """A program, tests/native/NAME.cc or the model of that name, and its arguments.
+
+    Attributes:
+        quick, full, long: the arguments of sound runs, by tier.
+        others: what is compiled with it.
+        output: what sound runs print, as a pattern. {1}, {2}: the arguments; {checked}: the results
+            of ranks and rounds.
+        sanitized: whether it also runs under the sanitizers, which do not follow a model's jumps
+            between stacks.
+    """
+
+    quick: tuple[str, ...] = ()
+    full: tuple[str, ...] = ()
+    long: tuple[str, ...] = ()
+    others: tuple[str, ...] = ()
+    output: str = "done\n"
+    sanitized: bool = False
+
+    def tiers(self) -> dict[str, tuple[str, ...]]:
+        return {"quick": self.quick, "full": self.full, "long": self.long}
+
+
 PROGRAMS = {
-    name: [str(next(_ROOT.glob(f"tests/native/**/{name}.cc")).relative_to(_ROOT)), *sources]
-    for name, sources in _WITH.items()
-}
-
-# Those that also run under the sanitizers. These do not follow a model's jumps between stacks.
-SANITIZED = [
-    "protocol_test",
-    "host_group_test",
-    "monitor_test",
-    "gpu_monitor_test",
-    "handler_input_fuzz",
-    "peer_input_fuzz",
-]
-
-# What sound programs print, as patterns. {1}, {2}: their arguments; {checked}: the results of
-# ranks and rounds.
-_MODEL = "sound: ranks {1} operations {2} wrong 0 (sequences|states) .*\n"
-OUTPUT = {
-    "protocol_test": "sound: ranks {1} calls {2} wrong 0 bytes left 0 busy 0\n|offsets: wrong 0\n",
-    "host_group_test": "(.*\n)* ?.* checked {checked}\n|(.*\n)*{0}: done\n",
-    "fused_order_test": "done\n",
-    "failed_launch_test": "failed launch: OK\n",
-    "gpu_monitor_test": "done\n",
-    "handler_input_fuzz": "done\n",
-    "peer_input_fuzz": "done\n",
-    "monitor_test": "done\n",
-    "segment_test": "done\n",
-    "collectives_model": _MODEL,
-    "permute_model": _MODEL,
-    "ragged_model": _MODEL,
-    "peer_model": _MODEL,
-    "log_model": _MODEL,
-    "peer_record_test": "done\n",
-    "pipeline_model": _MODEL,
-}
-
-# The programs must find nothing wrong. Tiers: "quick"; "full"; and "long".
-SOUND = {
-    "protocol_test": {
-        # A wait that lasts 30 seconds is without end.
-        "quick": [
-            "sound 2 300 30",
-            "sound 3 200 30",
-            "sound 4 100 30",
-            "sound 8 60 30",
-            "sound 2 100 30 mesh",
-            "sound 8 100 30 mesh",
-            "sound 3 300 30 permutes",
-            "sound 2 300 30 ragged",
-            "sound 3 300 30 experts",
-            "offsets",
-        ],
-        "full": [
-            "sound 2 2000 30",
-            "sound 3 1500 30",
-            "sound 4 1000 30",
-            "sound 8 400 30",
-            "sound 4 300 30 mesh",
-            "sound 2 2000 30 permutes",
-            "sound 8 400 30 permutes",
-            "sound 2 2000 30 ragged",
-            "sound 8 400 30 ragged",
-            "sound 2 2000 30 experts",
-            "sound 8 400 30 experts",
-        ],
-    },
+    # Ranks, calls, patience: a wait that lasts 30 seconds is without end.
+    "protocol_test": Program(
+        quick=(
+            *("sound 2 300 30", "sound 3 200 30", "sound 4 100 30", "sound 8 60 30"),
+            *("sound 2 100 30 mesh", "sound 8 100 30 mesh", "sound 3 300 30 permutes"),
+            *("sound 2 300 30 ragged", "sound 3 300 30 experts", "offsets"),
+        ),
+        full=(
+            *("sound 2 2000 30", "sound 3 1500 30", "sound 4 1000 30", "sound 8 400 30"),
+            *("sound 4 300 30 mesh", "sound 2 2000 30 permutes", "sound 8 400 30 permutes"),
+            *("sound 2 2000 30 ragged", "sound 8 400 30 ragged"),
+            *("sound 2 2000 30 experts", "sound 8 400 30 experts"),
+        ),
+        output="sound: ranks {1} calls {2} wrong 0 bytes left 0 busy 0\n|offsets: wrong 0\n",
+        sanitized=True,
+    ),
     # Ranks, processes, rounds.
-    "host_group_test": {
-        "quick": [
-            "sound 2 1 33",
-            "sound 2 2 33",
-            "sound 3 3 20",
-            "sound 8 4 10",
-            "mesh 8 4 10",
-            "guards",
-            "behind",
-            "deadline",
-            "mismatch",
-            "fail",
-            "bodies",
-            "sites",
-        ],
-        "full": [
-            "sound 2 1 100",
-            "sound 2 2 100",
-            "sound 3 3 60",
-            "sound 4 2 60",
-            "sound 8 1 30",
-            "sound 8 4 30",
-            "sound 8 8 30",
-        ],
-    },
-    "fused_order_test": {"quick": [""]},
-    "failed_launch_test": {"quick": ["", "captured", "unclosed"]},
-    "gpu_monitor_test": {"quick": ["2000"], "full": ["100000"]},
-    "handler_input_fuzz": {"quick": ["5000"], "full": ["20000"]},
-    "peer_input_fuzz": {"full": ["300000"]},
-    "monitor_test": {"quick": ["quick"], "full": [""]},
-    "segment_test": {"quick": [""]},
+    "host_group_test": Program(
+        quick=(
+            *("sound 2 1 33", "sound 2 2 33", "sound 3 3 20", "sound 8 4 10", "mesh 8 4 10"),
+            *("guards", "behind", "deadline", "mismatch", "fail", "bodies", "sites"),
+        ),
+        full=(
+            *("sound 2 1 100", "sound 2 2 100", "sound 3 3 60", "sound 4 2 60"),
+            *("sound 8 1 30", "sound 8 4 30", "sound 8 8 30"),
+        ),
+        others=_folder("host"),
+        output="(.*\n)* ?.* checked {checked}\n|(.*\n)*{0}: done\n",
+        sanitized=True,
+    ),
+    "fused_order_test": Program(quick=("",)),
+    "failed_launch_test": Program(
+        quick=("", "captured", "unclosed"), others=("xla_ffi/ffi/collectives_cuda.cc",)
+    ),
+    "gpu_monitor_test": Program(
+        quick=("2000",), full=("100000",), others=_folder("health"), sanitized=True
+    ),
+    "handler_input_fuzz": Program(
+        quick=("5000",),
+        full=("20000",),
+        others=(
+            *("xla_ffi/ffi/collectives_host.cc", "xla_ffi/ffi/communicator_host.cc"),
+            *_folder("host"),
+        ),
+        sanitized=True,
+    ),
+    "peer_input_fuzz": Program(full=("300000",), sanitized=True),
+    "monitor_test": Program(quick=("quick",), full=("",), others=_folder("health"), sanitized=True),
+    "peer_record_test": Program(quick=("",)),
+    "segment_test": Program(quick=("",), others=("xla_ffi/host/segment.cc",)),
     # Ranks, operations, and how much of their behaviours.
-    "collectives_model": {
-        "quick": ["sound 2 3 quick", "sound 2 4 mesh", "sound 2 1 few_rows"],
-        "full": ["sound 2 4 quick", "sound 2 8 mesh", "sound 2 2 few_rows"],
-        "long": [
-            "sound 2 4 full",
-            "sound 2 6 quick",
-            "sound 2 3 every_access",
-            "sound 3 2 quick",
-            "sound 4 4 mesh",
-            "sound 4 6 mesh",
-        ],
-    },
-    "permute_model": {
-        "quick": ["sound 2 3 quick", "sound 2 3 together"],
-        "full": ["sound 2 4 together", "sound 3 2 together"],
-        "long": [
-            "sound 2 3 full",
-            "sound 2 3 every_access",
-            "sound 3 2 quick",
+    "collectives_model": Program(
+        quick=("sound 2 3 quick", "sound 2 4 mesh", "sound 2 1 few_rows"),
+        full=("sound 2 4 quick", "sound 2 8 mesh", "sound 2 2 few_rows"),
+        long=(
+            *("sound 2 4 full", "sound 2 6 quick", "sound 2 3 every_access", "sound 3 2 quick"),
+            *("sound 4 4 mesh", "sound 4 6 mesh"),
+        ),
+        output=_MODEL,
+    ),
+    "permute_model": Program(
+        quick=("sound 2 3 quick", "sound 2 3 together"),
+        full=("sound 2 4 together", "sound 3 2 together"),
+        long=(
+            *("sound 2 3 full", "sound 2 3 every_access", "sound 3 2 quick"),
             "sound 3 3 together",
-        ],
-    },
-    "ragged_model": {
-        "quick": ["sound 2 2 full", "sound 2 2 experts"],
-        "full": ["sound 2 3 quick", "sound 2 3 experts", "sound 3 2 experts"],
-        "long": ["sound 2 3 full", "sound 3 2 quick"],
-    },
-    "peer_model": {"long": ["sound 2 3 full", "sound 2 4 quick", "sound 3 2 full"]},
-    "log_model": {"full": ["sound 2 8", "sound 3 8"]},
-    "peer_record_test": {"quick": [""]},
-    "pipeline_model": {
-        "full": ["sound 2 1 queue"],
-        "long": ["sound 2 3 streams", "sound 3 1 streams", "sound 3 2 streams", "sound 3 1 queue"],
-    },
+        ),
+        output=_MODEL,
+    ),
+    "ragged_model": Program(
+        quick=("sound 2 2 full", "sound 2 2 experts"),
+        full=("sound 2 3 quick", "sound 2 3 experts", "sound 3 2 experts"),
+        long=("sound 2 3 full", "sound 3 2 quick"),
+        output=_MODEL,
+    ),
+    "peer_model": Program(
+        long=("sound 2 3 full", "sound 2 4 quick", "sound 3 2 full"), output=_MODEL
+    ),
+    "log_model": Program(full=("sound 2 8", "sound 3 8"), output=_MODEL),
+    "pipeline_model": Program(
+        full=("sound 2 1 queue",),
+        long=(*("sound 2 3 streams", "sound 3 1 streams", "sound 3 2 streams", "sound 3 1 queue"),),
+        output=_MODEL,
+    ),
 }
+
+
+def sources(name: str) -> list[str]:
+    """The C++ files of a program."""
+    own = next(_ROOT.glob(f"tests/native/**/{name}.cc"))
+    return [str(own.relative_to(_ROOT)), *PROGRAMS[name].others]
+
 
 _COLLECTIVES = [
     "one_epoch_buffer",  # one buffer fewer
@@ -179,10 +143,8 @@ _COLLECTIVES = [
     "wrong_epoch",  # a rank looks into the epoch buffer of the next operation
     "no_release",  # arming may become visible after the next operation's packets
     "no_acquire",  # packets may take a place before the arming that made room for them
-    "no_fence",
     "no_segment_release",  # the same between two epochs of one operation
     "no_segment_acquire",
-    "no_segment_fence",
     "short_segment",  # the last segment has fewer packs, so some threads don't work in it
     "sent_early",  # a segment is sent before the one whose place it takes has been read
     "odd_segments",  # of two phases: the next operation may take the place of an unread segment
@@ -245,13 +207,13 @@ _RAGGED = [
 ]
 
 _PEER_BUFFERS = [
-    ("one_half", [2, 3]),
-    ("never_cleared", [2, 3]),
-    ("no_end", [2, 3]),  # End() does not wait until the peers have begun the call
-    ("idle_epochs", [2]),  # blocks that a call does not launch keep their epoch
-    ("no_release", [2]),  # of the words by which the ranks tell each other
-    ("no_acquire", [2]),
-    ("no_barrier", [2]),
+    "one_half",
+    "never_cleared",
+    "no_end",  # End() does not wait until the peers have begun the call
+    "idle_epochs",  # blocks that a call does not launch keep their epoch
+    "no_release",  # of the words by which the ranks tell each other
+    "no_acquire",
+    "no_barrier",
 ]
 
 _LOG = [
@@ -273,43 +235,30 @@ _PIPELINE = [
     "no_event",  # a stream does not wait for the one that waits for a peer
 ]
 
-# Each variant breaks a protocol, and its program must find it. The first argument is the variant.
+# Each variant breaks a protocol, and its program must find it.
 BROKEN_ENDS = "{0}: ranks {1} operations {2} ends wrong, "
+# Program, variants, arguments behind the variant, which of them are quick (every so many; 0: none),
+# and the tier of the others.
+_BROKEN = [
+    ("collectives_model", _COLLECTIVES, "2 3", 6, "full"),
+    ("collectives_model", _COLLECTIVES, "3 3", 0, "long"),
+    ("collectives_model", _CUBE_MESH, "4 3 mesh", 0, "full"),
+    ("collectives_model", ["idle_epochs"], "2 6 mesh", 1, "full"),
+    ("collectives_model", _FEW_ROWS, "2 3 few_rows", 4, "full"),
+    ("collectives_model", _FEW_ROWS, "3 3 few_rows", 0, "full"),
+    ("permute_model", _PERMUTES + _PERMUTES_CHECK, "2 3", 6, "full"),
+    ("permute_model", _PERMUTES, "3 3 together", 0, "full"),
+    ("ragged_model", _RAGGED, "2 2", 3, "full"),
+    ("ragged_model", _RAGGED, "2 2 experts", 0, "full"),
+    ("peer_model", _PEER_BUFFERS, "2 3", 0, "full"),
+    ("log_model", _LOG, "2 5", 0, "full"),
+    ("log_model", _LOG, "3 5", 0, "full"),
+    ("pipeline_model", _PIPELINE, "2 2", 0, "full"),
+    ("pipeline_model", _PIPELINE, "3 2", 0, "full"),
+]
 # Program, arguments, tier.
-BROKEN = (
-    [
-        ("collectives_model", variant + " 2 3", "quick" if k % 6 == 0 else "full")
-        for k, variant in enumerate(_COLLECTIVES)
-    ]
-    + [("collectives_model", variant + " 3 3", "long") for variant in _COLLECTIVES]
-    + [("collectives_model", variant + " 4 3 mesh", "full") for variant in _CUBE_MESH]
-    + [
-        ("collectives_model", f"{variant} {ranks} 3 few_rows", tier)
-        for k, variant in enumerate(_FEW_ROWS)
-        for ranks, tier in [(2, "quick" if k % 4 == 0 else "full"), (3, "full")]
-    ]
-    + [
-        ("collectives_model", "idle_epochs 2 6 mesh", "quick"),
-    ]
-    + [
-        ("permute_model", variant + " 2 3", "quick" if k % 6 == 0 else "full")
-        for k, variant in enumerate(_PERMUTES + _PERMUTES_CHECK)
-    ]
-    + [("permute_model", variant + " 3 3 together", "full") for variant in _PERMUTES]
-    + [
-        ("ragged_model", variant + " 2 2", "quick" if k % 3 == 0 else "full")
-        for k, variant in enumerate(_RAGGED)
-    ]
-    + [("ragged_model", variant + " 2 2 experts", "full") for variant in _RAGGED]
-    + [
-        ("peer_model", f"{variant} {ranks} 3", "full")
-        for variant, worlds in _PEER_BUFFERS
-        for ranks in worlds
-    ]
-    + [("log_model", f"{variant} {ranks} 5", "full") for variant in _LOG for ranks in [2, 3]]
-    + [
-        ("pipeline_model", f"{variant} {ranks} 2", "full")
-        for variant in _PIPELINE
-        for ranks in [2, 3]
-    ]
-)
+BROKEN = [
+    (program, f"{variant} {more}", "quick" if every and k % every == 0 else tier)
+    for program, variants, more, every, tier in _BROKEN
+    for k, variant in enumerate(variants)
+]

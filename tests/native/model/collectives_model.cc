@@ -18,11 +18,9 @@
 // and that all slabs are empty at the end. Variants other than "sound" break the protocol on
 // purpose. Exit status 0: all is right in every behaviour; 1: not; the steps that lead there are
 // printed.
-#include "atomics.h"
+#include "kernel_model.h"
 //
-#include "half_packets.h"
 #include "tests/native/kernel_of.h"
-#include "totals.h"
 #include "xla_ffi/kernels/few_rows.h"
 #include "xla_ffi/kernels/hybrid_cube_mesh.h"
 #include "xla_ffi/kernels/norm_protocol.h"
@@ -50,14 +48,12 @@ struct Plan {
   bool norm = false;  // unless it is an all-gather
 };
 
-struct Variant {
-  bool one_epoch_buffer, never_armed, armed_late, first_word_only, idle_epochs, wrong_epoch;
-  bool no_release, no_acquire, wrong_relay;
-  bool no_segment_release, no_segment_acquire, short_segment;
-  bool sent_early, no_reduce_fence, odd_segments;
-  bool one_not_awaited, cleared_early, ended_by_first, first_early;
-};
-Variant broken;
+using model::Flag, model::no_acquire;
+Flag armed_late("armed_late"), idle_epochs("idle_epochs"), wrong_epoch("wrong_epoch"),
+    no_segment_release("no_segment_release"), no_segment_acquire("no_segment_acquire"),
+    short_segment("short_segment"), sent_early("sent_early"), no_reduce_fence("no_reduce_fence"),
+    odd_segments("odd_segments"), wrong_relay("wrong_relay"), one_not_awaited("one_not_awaited"),
+    cleared_early("cleared_early"), ended_by_first("ended_by_first"), first_early("first_early");
 
 // A packet that has been read and is armed too late.
 struct LateArm {
@@ -75,33 +71,17 @@ struct Local {
 };
 Local local;
 
-struct ModelThread {
-  int block, blocks;
-  int Thread() const { return 0; }
-  int Threads() const { return 1; }
-  int Block() const { return block; }
-  int Blocks() const { return blocks; }
-  void Sync() const {}
-  size_t First() const { return block; }
-  size_t Stride() const { return blocks; }
+struct ModelThread : model::ModelThread {
   static constexpr int kRowThreads = jin::kMaxHidden / 4;  // a thread has one pack of a row
   size_t FirstUnit() const { return 0; }
   template <uint32_t kMost>
   float Total(float (&v)[kMost], uint32_t count) const {
     return jin::TotalOfPairs(v, count);
   }
-  bool Wait(size_t, int) {
-    model::TheMachine().Wait();
-    return true;
-  }
-  void Enter(uint32_t* busy, uint32_t*) {
-    if (jin::Exchange(busy, 1) != 0) model::TheMachine().Fail("wrong: the region is busy");
-  }
   void FenceSegment() {
-    if (!broken.no_segment_acquire) model::TheMachine().AcquireFence();
-    if (!broken.no_segment_release) model::TheMachine().ReleaseFence();
+    if (!no_segment_acquire) model::TheMachine().AcquireFence();
+    if (!no_segment_release) model::TheMachine().ReleaseFence();
   }
-  void Admit() const {}
 };
 
 // A thread of the second kernel of few rows: the first one has marked the operation as begun.
@@ -109,26 +89,22 @@ struct TakingThread : ModelThread {
   void Enter(uint32_t*, uint32_t*) {}
 };
 
-struct ModelGroup : jin::Group {
+struct ModelGroup : model::ModelGroup {
   char* EpochBuffer(int of_rank, uint32_t epoch) const {
-    if (broken.wrong_epoch && of_rank == rank) ++epoch;
-    return jin::Group::EpochBuffer(of_rank, broken.one_epoch_buffer ? 0 : epoch);
+    return model::ModelGroup::EpochBuffer(of_rank, epoch + (wrong_epoch && of_rank == rank));
   }
 };
 
-// Packets as they are, or broken.
+// Packets as they are, or
 template <class Packets>
-struct MaybeBroken : Packets {
-  static constexpr bool kFloating = !std::is_same_v<Packets, jin::FlaggedPackets>;
+struct MaybeBroken : model::MaybeBroken<Packets> {
   static bool TryGet(char* slot, size_t i, jin::Pack* p) {
-    const bool all = Packets::TryGet(slot, i, p);
+    const bool all = model::MaybeBroken<Packets>::TryGet(slot, i, p);
     // Epoch buffers have 32 words or 64, and slot 0 is the first of them.
-    if (broken.one_not_awaited && model::TheMemory().shared(slot) % 32 == 0) return true;
-    return kFloating && broken.first_word_only ? p->word[0] != jin::kEmpty : all;
+    return all || (one_not_awaited && model::TheMemory().shared(slot) % 32 == 0);
   }
   static void Arm(char* slot, size_t i) {
-    if (broken.never_armed) return;
-    if (!broken.armed_late) return Packets::Arm(slot, i);
+    if (!armed_late) return model::MaybeBroken<Packets>::Arm(slot, i);
     const int thread = model::TheMachine().current();
     int& count = local.late_count[thread];
     if (count < kMostLate) local.late[thread][count++] = {slot, i, &Packets::Arm};
@@ -140,16 +116,16 @@ struct MaybeBroken : Packets {
 struct MaybeShort : jin::InSegments<jin::Buffer> {
   jin::Segment<jin::Buffer> At(uint32_t k) const {
     const size_t begin = k * packs, end = std::max(call.Packs(), begin + 1);
-    return {call, begin, broken.short_segment ? std::min(packs, end - begin) : packs};
+    return {call, begin, short_segment ? std::min(packs, end - begin) : packs};
   }
 };
 
-// The steps of an operation in segments as they are, or broken.
+// The steps of an operation in segments as they are, or
 struct MaybeBrokenSchedule {
   static jin::Step At(int phases, uint32_t segments, uint32_t i) {
     jin::Step step = jin::Schedule::At(phases, segments, i);
-    if (broken.no_reduce_fence && phases == 3 && step.phase == 1) step.fence = false;
-    if (!broken.sent_early || i == 0 || i + 1 >= phases * segments) return step;
+    if (no_reduce_fence && phases == 3 && step.phase == 1) step.fence = false;
+    if (!sent_early || i == 0 || i + 1 >= phases * segments) return step;
     // A segment is sent before the fence, and before the step that makes room for it.
     const jin::Step next = jin::Schedule::At(phases, segments, i + 1);
     if (next.fence) return next;
@@ -182,28 +158,16 @@ uint32_t Sum(int ranks, int operation, size_t i, bool floating) {
 }
 
 // One sequence of operations.
-class Sequence {
+class Sequence : public model::KernelModel {
  public:
   Sequence(int ranks, std::vector<Plan> plans, bool every_access)
-      : ranks_(ranks),
+      : KernelModel(ranks, 128 * (ranks - 1), First(plans), {}, {every_access}),
         plans_(std::move(plans)),
-        epoch_buffer_bytes_(128 * (ranks - 1)),
-        words_(ranks * 2 * epoch_buffer_bytes_ / 4),
-        every_access_(every_access),
-        machine_(words_, jin::kEmpty, 0, {every_access}) {
-    const size_t region_bytes = jin::kHeaderBytes + 2 * epoch_buffer_bytes_;
-    for (int r = 0; r < ranks_; ++r) {
-      memory_.push_back(std::make_unique<Aligned[]>(region_bytes / sizeof(Aligned)));
-      regions_.push_back(reinterpret_cast<char*>(memory_[r].get()));
-      memset(regions_[r], 0, jin::kHeaderBytes);
-      for (uint32_t& epoch : Header(r)->epoch) epoch = First();
-      machine_.AddLocalMemory(Header(r), sizeof(jin::RegionHeader));
-    }
+        every_access_(every_access) {
     memset(&local, 0, sizeof local);
     machine_.AddLocalMemory(local.out, sizeof local.out);
-    if (broken.armed_late) machine_.AddLocalMemory(&local, sizeof local);
+    if (armed_late) machine_.AddLocalMemory(&local, sizeof local);
     machine_.AddLocalMemory(local.started, sizeof local.started);
-    model::TheMemory() = {&machine_, [this](const void* at) { return WordAt(at); }};
     for (int r = 0; r < ranks_; ++r) {
       for (size_t k = 0; k < plans_.size(); ++k) {
         const Plan& plan = plans_[k];
@@ -218,52 +182,22 @@ class Sequence {
     }
     for (const Plan& plan : plans_) few_rows_ |= plan.algorithm == jin::Algorithm::kFewRows;
     blocks_ += few_rows_;  // the last one is the first kernel's
-    machine_.AddBlocks(ranks_, blocks_, [this](int r, int b) { RunBlock(r, b); });
+    AddThreads(blocks_, [this](int r, int b) { RunBlock(r, b); });
     machine_.OnEnd([this] { CheckEnd(); });
-    machine_.NameWords([this](size_t word) { return NameOf(word); });
   }
 
-  model::Machine::Result Search() { return machine_.Search(); }
-
  private:
-  struct alignas(64) Aligned {
-    char bytes[64];
-  };
   struct alignas(16) Input {
     uint32_t words[kMostRanks * kMostPacks * 4];
   };
 
-  uint32_t Epochs() const {
+  static uint32_t Epochs(const std::vector<Plan>& plans) {
     uint32_t epochs = 0;
-    for (const Plan& plan : plans_) epochs += EpochsOf(plan);
+    for (const Plan& plan : plans) epochs += EpochsOf(plan);
     return epochs;
   }
   // The first epoch. It wraps in the middle.
-  uint32_t First() const { return 0u - Epochs() / 2; }
-  jin::RegionHeader* Header(int r) const {
-    return reinterpret_cast<jin::RegionHeader*>(regions_[r]);
-  }
-
-  long WordAt(const void* at) {
-    for (int r = 0; r < ranks_; ++r) {
-      const char* const buffers = regions_[r] + jin::kHeaderBytes;
-      const long offset = static_cast<const char*>(at) - buffers;
-      const long bytes = 2 * epoch_buffer_bytes_;
-      if (offset >= 0 && offset < bytes) return (r * bytes + offset) / 4;
-      if (offset < 0 && offset >= -static_cast<long>(jin::kHeaderBytes)) {
-        if (machine_.current() / blocks_ != r) machine_.Fail("wrong: accesses a peer's header");
-        return -1;
-      }
-    }
-    machine_.Fail("wrong: an access outside of all regions");
-    return -1;
-  }
-  std::string NameOf(size_t word) const {
-    const size_t of_rank = 2 * epoch_buffer_bytes_ / 4, r = word / of_rank;
-    const size_t of_buffer = of_rank / 2, in_rank = word % of_rank;
-    return "word " + std::to_string(in_rank % of_buffer) + " of epoch buffer " +
-           std::to_string(in_rank / of_buffer) + " of rank " + std::to_string(r);
-  }
+  static uint32_t First(const std::vector<Plan>& plans) { return 0u - Epochs(plans) / 2; }
 
   // Runs a kernel: that of one epoch, or that of several segments.
   template <class Body>
@@ -288,7 +222,7 @@ class Sequence {
       // regions.
       jin::Linked<jin::Buffer> linked{call, jin::LinksOf(g.rank, ranks_)};
       const ModelGroup group = jin::WithoutUnlinked(g, linked.links);
-      if (broken.wrong_relay && ranks_ == 4 && g.rank == 0) linked.links.relay = 3;
+      if (wrong_relay && ranks_ == 4 && g.rank == 0) linked.links.relay = 3;
       jin::RunOperation<jin::HybridCubeMesh<Type, N, Packets>>(t, group, linked);
       return;
     }
@@ -336,7 +270,7 @@ class Sequence {
     if (block == blocks_ - 1) {
       for (int b = 0; b < t.blocks; ++b) t.ModelThread::Enter(&h->busy[b], &h->closed);
       const uint32_t epoch = jin::Load(&h->epoch[0]);
-      if (broken.ended_by_first) jin::Store(&h->epoch[0], epoch + 1);
+      if (ended_by_first) jin::Store(&h->epoch[0], epoch + 1);
       local.started[g.rank] = operation;
       for (size_t i = call.Packs(); i-- > 0;) {
         Body::Send(g, epoch, call.Packs() * Body::Packets::kBytes, i, call.Load(i));
@@ -344,7 +278,7 @@ class Sequence {
     } else if (block < t.blocks) {
       machine_.Await([&] { return local.started[g.rank] == operation; });
       const uint32_t epoch = jin::Begin(t, g);
-      if (broken.cleared_early) jin::End(t, g, epoch);
+      if (cleared_early) jin::End(t, g, epoch);
       Body::Take(t, g, call, epoch);
       if (jin::Load(&h->busy[block]) != 1) machine_.Fail("wrong: runs, but is not marked as begun");
       jin::End(t, g, epoch);
@@ -352,11 +286,7 @@ class Sequence {
   }
 
   void RunBlock(int rank, int block) {
-    ModelGroup group;
-    for (int r = 0; r < ranks_; ++r) group.region[r] = regions_[r];
-    group.epoch_buffer_bytes = epoch_buffer_bytes_;
-    group.rank = rank;
-    group.size = ranks_;
+    const auto group = GroupOf<ModelGroup>(rank);
     for (size_t k = 0; k < plans_.size(); ++k) {
       const Plan& plan = plans_[k];
       const int late = local.late_count[machine_.current()];
@@ -382,18 +312,10 @@ class Sequence {
       }
       ArmLate(late);
       // Broken: a first kernel begins while the second one before it runs.
-      const bool first = few_rows_ && block == blocks_ - 1;
-      if (!(broken.first_early && first)) EndKernel(rank, static_cast<int>(k));
+      const bool first = few_rows_ && block == blocks_ - 1, early = few_rows_ && first_early;
+      if (!(early && first)) EndKernel(rank, static_cast<int>(k), blocks_ - early, !no_acquire);
       if (block == 0) EndOperation(rank, static_cast<int>(k));
     }
-  }
-
-  // The end of a kernel orders all that its blocks did before all that the next kernel does. On the
-  // CPU a fence does the same (host/host_group.cc).
-  void EndKernel(int rank, int operation) {
-    if (!broken.no_acquire) machine_.AcquireFence();
-    machine_.Barrier(operation * ranks_ + rank, blocks_ - (broken.first_early && few_rows_));
-    if (!broken.no_release) machine_.ReleaseFence();
   }
 
   void EndOperation(int rank, int k) {
@@ -409,11 +331,10 @@ class Sequence {
                                     : Sum(ranks_, k, in, plan.floating);
       if ((every_access_ || few_rows_) && i % 4 >= 2) continue;  // of half packets
       if (local.out[rank][k][i] != expected) {
-        machine_.Fail("wrong: the result of operation " + std::to_string(k) + " (" +
-                      jin::AlgorithmName(plan.algorithm) + ") on rank " + std::to_string(rank));
+        FailResult(k, rank, std::string(" (") + jin::AlgorithmName(algorithm) + ")");
       }
     }
-    if (!broken.idle_epochs) return;
+    if (!idle_epochs) return;
     // Blocks that an operation does not launch keep their epoch.
     for (int b = plan.blocks; b < jin::kMaxBlocks; ++b) Header(rank)->epoch[b] -= EpochsOf(plan);
   }
@@ -431,26 +352,19 @@ class Sequence {
   }
 
   void CheckEnd() {
-    for (size_t word = 0; word < words_; ++word) {
-      if (machine_.Newest(word) != jin::kEmpty) machine_.Fail("wrong: a slab is left full");
-    }
-    for (int r = 0; r < ranks_ && !broken.idle_epochs; ++r) {
+    CheckEmpty();
+    for (int r = 0; r < ranks_ && !idle_epochs; ++r) {
       for (uint32_t epoch : Header(r)->epoch) {
-        if (epoch != First() + Epochs()) machine_.Fail("wrong: the epoch");
+        if (epoch != First(plans_) + Epochs(plans_)) machine_.Fail("wrong: the epoch");
       }
     }
   }
 
-  const int ranks_;
   const std::vector<Plan> plans_;
-  const size_t epoch_buffer_bytes_, words_;
   const bool every_access_;
   int blocks_ = 1;
   bool few_rows_ = false;
-  std::vector<std::unique_ptr<Aligned[]>> memory_;
-  std::vector<char*> regions_;
   Input inputs_[kMostRanks][kMostOperations];
-  model::Machine machine_;
 };
 
 // How the operations of a sequence differ apart from their kind.
@@ -472,8 +386,7 @@ Plan PlanOf(int pattern, int k, jin::Algorithm algorithm) {
     default:  // first four segments (broken: three), of which the last is not full; kernels of two
               // blocks and of one
       if (cut && k == 0)
-        return broken.odd_segments ? Plan{algorithm, true, 5, 2, 3}
-                                   : Plan{algorithm, true, 7, 2, 4};
+        return odd_segments ? Plan{algorithm, true, 5, 2, 3} : Plan{algorithm, true, 7, 2, 4};
       return {algorithm, true, 4, k % 3 == 1 ? 1 : 2};
   }
 }
@@ -486,36 +399,9 @@ bool IsLong(int pattern) { return pattern >= 4; }
 int main(int argc, char** argv) {
   model::Totals totals(argc, argv, 4);
   const int ranks = totals.ranks, operations = totals.operations;
-  const bool known = model::Break<Variant>(
-      &broken, totals.variant,
-      {{"one_epoch_buffer", {&Variant::one_epoch_buffer}},
-       {"never_armed", {&Variant::never_armed}},
-       {"armed_late", {&Variant::armed_late}},
-       {"first_word_only", {&Variant::first_word_only}},
-       {"idle_epochs", {&Variant::idle_epochs}},
-       {"wrong_epoch", {&Variant::wrong_epoch}},
-       {"no_fence", {&Variant::no_release, &Variant::no_acquire}},
-       {"no_release", {&Variant::no_release}},
-       {"no_acquire", {&Variant::no_acquire}},
-       {"no_segment_fence", {&Variant::no_segment_release, &Variant::no_segment_acquire}},
-       {"no_segment_release", {&Variant::no_segment_release}},
-       {"no_segment_acquire", {&Variant::no_segment_acquire}},
-       {"short_segment", {&Variant::short_segment}},
-       {"sent_early", {&Variant::sent_early}},
-       {"no_reduce_fence", {&Variant::no_reduce_fence}},
-       {"odd_segments", {&Variant::odd_segments}},
-       {"wrong_relay", {&Variant::wrong_relay}},
-       {"one_not_awaited", {&Variant::one_not_awaited}},
-       {"cleared_early", {&Variant::cleared_early}},
-       {"ended_by_first", {&Variant::ended_by_first}},
-       {"first_early", {&Variant::first_early}}});
   const bool mesh = totals.more == "mesh", every_access = totals.more == "every_access";
   const bool few_rows = totals.more == "few_rows";
-  if (!known || ranks < 2 || ranks > (mesh ? 4 : 3) || (mesh && ranks % 2 != 0) || operations < 1 ||
-      operations > kMostOperations) {
-    printf("unknown variant, not 2 or 3 ranks, not 2 or 4 of a mesh, or too many operations\n");
-    return 2;
-  }
+  if (!totals.Fit(mesh ? 4 : 3, kMostOperations) || (mesh && ranks % 2 != 0)) return 2;
   // A hybrid cube mesh runs neither segments nor norms, and nor do sums of few rows.
   const int patterns = every_access || few_rows ? 1 : mesh ? 4 : kPatterns;
   const int kinds = few_rows ? 2 : kKinds;  // few rows, or one of the others

@@ -24,10 +24,9 @@ constexpr int kSites = 2;
 constexpr uint32_t kEntries = 2;
 using Log = jin::CallLog<kEntries>;
 
-struct Variant {
-  bool number_first, one_entry_more, any_number, no_fence, no_release, no_acquire;
-};
-Variant broken;
+using model::Flag;
+Flag number_first("number_first"), one_entry_more("one_entry_more"), any_number("any_number"),
+    no_fence("no_fence"), no_release("no_release"), no_acquire("no_acquire");
 
 struct ModelThread {
   size_t First() const { return 0; }
@@ -107,14 +106,14 @@ class Run {
   }
 
   void Append(Log& log, uint32_t number, const Log::Call& call) {
-    if (!broken.number_first) return log.Append(number, call);
+    if (!number_first) return log.Append(number, call);
     auto& entry = reinterpret_cast<Log::Entry*>(LogAt())[number % kEntries];
     std::atomic_ref(entry.sequence).store(number + 1, std::memory_order_release);
     std::atomic_ref(entry.count).store(call.count, std::memory_order_relaxed);
     std::atomic_ref(entry.site).store(call.site, std::memory_order_relaxed);
   }
   std::optional<Log::Call> Read(const Log& log, uint32_t number) {
-    if (!broken.any_number) return log.Read(number);
+    if (!any_number) return log.Read(number);
     auto& entry = reinterpret_cast<Log::Entry*>(LogAt())[number % kEntries];
     const uint32_t found = std::atomic_ref(entry.sequence).load(std::memory_order_acquire);
     if (found == 0) return std::nullopt;
@@ -136,7 +135,7 @@ class Run {
     uint32_t counts[kSites] = {};
     while (sequence - first < static_cast<uint32_t>(calls_)) {
       while (rank == 0 && logged - first < static_cast<uint32_t>(calls_) &&
-             Log::HasRoom(logged - (broken.one_entry_more ? 1 : 0), sequence)) {
+             Log::HasRoom(logged - (one_entry_more ? 1 : 0), sequence)) {
         const int site = machine_.Pick(kSites);
         Append(log, logged++, {static_cast<uint64_t>(site + 1), counts[site]++});
       }
@@ -144,7 +143,7 @@ class Run {
       while (!(call = Read(log, sequence))) machine_.Wait();
       RunCall(group, *call, sequence);
       local.process[rank].ran[sequence - first] = Code(*call);
-      if (!broken.no_fence) machine_.Fence();
+      if (!no_fence) machine_.Fence();
       ++sequence;
     }
   }
@@ -182,20 +181,9 @@ class Run {
 int main(int argc, char** argv) {
   model::Totals totals(argc, argv, 5);
   const int ranks = totals.ranks, calls = totals.operations;
-  auto& memory = model::TheMemory();
-  if (!model::Break<Variant>(&broken, totals.variant,
-                             {{"number_first", {&Variant::number_first}},
-                              {"one_entry_more", {&Variant::one_entry_more}},
-                              {"any_number", {&Variant::any_number}},
-                              {"no_fence", {&Variant::no_fence}},
-                              {"no_release", {&Variant::no_release}},
-                              {"no_acquire", {&Variant::no_acquire}}})) {
-    printf("unknown variant\n");
-    return 2;
-  }
-  memory.no_release = broken.no_release;
-  memory.no_acquire = broken.no_acquire;
-  if (ranks < 2 || ranks > kMostRanks || calls < 1 || calls > kMostCalls) return 2;
+  if (!totals.Fit(kMostRanks, kMostCalls)) return 2;
+  model::TheMemory().no_release = no_release;
+  model::TheMemory().no_acquire = no_acquire;
   if (totals.IsWrong(Run(ranks, calls).Search(), "")) return 1;
   totals.Print();
   return 0;

@@ -38,10 +38,10 @@ struct Plan {
   bool wide = false;  // a packet has the values of two
 };
 
-struct Variant {
-  bool one_half, no_end, never_cleared, idle_epochs, no_release, no_acquire, no_barrier;
-};
-Variant broken;
+using model::Flag;
+Flag one_half("one_half"), no_end("no_end"), never_cleared("never_cleared"),
+    idle_epochs("idle_epochs"), no_release("no_release"), no_acquire("no_acquire"),
+    no_barrier("no_barrier");
 
 uint32_t local[kMostRanks][kMostCalls][kMostRanks * kMostPackets];  // results; part of the state
 
@@ -91,8 +91,8 @@ class Sequence {
     }
     memset(local, 0, sizeof local);
     machine_.AddLocalMemory(local, sizeof local);
-    model::TheMemory() = {&machine_, [this](const void* at) { return WordAt(at); },
-                          broken.no_acquire, broken.no_release};
+    model::TheMemory() = {&machine_, [this](const void* at) { return WordAt(at); }, no_acquire,
+                          no_release};
     for (const Plan& plan : plans_) blocks_ = std::max(blocks_, plan.blocks);
     machine_.AddBlocks(ranks_, blocks_, [this](int r, int b) { RunBlock(r, b); });
     machine_.OnEnd([this] { CheckEnd(); });
@@ -139,17 +139,16 @@ class Sequence {
 
   // Plain data: one object for each rank's half, writer and block.
   size_t Object(int of_rank, uint32_t epoch, int writer, int block) const {
-    return ((of_rank * 2 + (broken.one_half ? 0 : epoch & 1)) * kMostRanks + writer) * kMostBlocks +
-           block;
+    return ((of_rank * 2 + (one_half ? 0 : epoch & 1)) * kMostRanks + writer) * kMostBlocks + block;
   }
 
   static char* Half(const peer::Peers& p, int rank, uint32_t epoch) {
-    return peer::Half(p, rank, broken.one_half ? 0 : epoch);
+    return peer::Half(p, rank, one_half ? 0 : epoch);
   }
 
   template <class T>
   void Take(ModelThread& t, const peer::Peers& p, uint32_t epoch, size_t i, T* value, int from) {
-    if (!broken.never_cleared) {
+    if (!never_cleared) {
       peer::Take(t, Half(p, p.rank, epoch), i, value, from);
       return;
     }
@@ -197,7 +196,7 @@ class Sequence {
         for (int r = 0; r < n; ++r) {
           machine_.Write(Object(r, epoch, me, t.Block()), Value(me, k, r));
         }
-        if (!broken.no_barrier) peer::Barrier(t, p);
+        if (!no_barrier) peer::Barrier(t, p);
         for (int r = 0; r < n; ++r) {
           if (machine_.Read(Object(me, epoch, r, t.Block())) != Value(r, k, me)) {
             machine_.Fail("wrong: plain data");
@@ -207,7 +206,7 @@ class Sequence {
       case Kind::kNothing:
         break;
     }
-    if (!broken.no_end) {
+    if (!no_end) {
       peer::End(t, p);
       return;
     }
@@ -248,7 +247,7 @@ class Sequence {
         }
       }
     }
-    if (!broken.idle_epochs) return;
+    if (!idle_epochs) return;
     // Blocks that a call does not launch keep their epoch.
     for (int b = plan.blocks; b < peer::kMaxBlocks; ++b) --Header(rank)->epoch[b];
   }
@@ -287,15 +286,7 @@ constexpr int kPatterns = 3;
 int main(int argc, char** argv) {
   model::Totals totals(argc, argv, 4);
   const int ranks = totals.ranks, calls = totals.operations;
-  const bool known = model::Break<Variant>(&broken, totals.variant,
-                                           {{"one_half", {&Variant::one_half}},
-                                            {"no_end", {&Variant::no_end}},
-                                            {"never_cleared", {&Variant::never_cleared}},
-                                            {"idle_epochs", {&Variant::idle_epochs}},
-                                            {"no_release", {&Variant::no_release}},
-                                            {"no_acquire", {&Variant::no_acquire}},
-                                            {"no_barrier", {&Variant::no_barrier}}});
-  if (!totals.Fit(known, kMostRanks, kMostCalls)) return 2;
+  if (!totals.Fit(kMostRanks, kMostCalls)) return 2;
   int combinations = 1;
   for (int k = 0; k < calls; ++k) combinations *= kKinds;
   for (int pattern = 0; pattern < kPatterns; ++pattern) {

@@ -19,13 +19,10 @@
 // ranks access no words of a peer but packets and those by which ranks tell each other, and that
 // all packets and all words of an operation have been cleared at the end. Variants other than
 // "sound" break the protocol on purpose. Exit status: that of collectives_model.cc.
-#include "atomics.h"
+#include "kernel_model.h"
 //
-#include "half_packets.h"
-#include "totals.h"
 #include "xla_ffi/kernels/permute.h"
 #include "xla_ffi/kernels/segments.h"
-#include "xla_ffi/kernels/types.h"
 
 namespace jin = jax_intranode;
 
@@ -49,12 +46,10 @@ struct Plan {
   int blocks = 1;
 };
 
-struct Variant {
-  bool room_a_call_early, no_room, begun_early, begun_late, no_release, no_acquire;
-  bool one_epoch_buffer, never_armed, first_word_only, unsigned_room;
-  bool told_without_room, told_to_all, one_operation_word;
-};
-Variant broken;
+using model::Flag, model::MaybeBroken, model::ModelThread;
+Flag room_a_call_early("room_a_call_early"), no_room("no_room"), unsigned_room("unsigned_room"),
+    begun_early("begun_early"), begun_late("begun_late"), told_without_room("told_without_room"),
+    told_to_all("told_to_all"), one_operation_word("one_operation_word");
 
 // What threads access without the machine. All of it belongs to the state.
 struct Local {
@@ -62,129 +57,59 @@ struct Local {
 };
 Local local;
 
-struct ModelThread {
-  int block, blocks;
-  int thread = 0;
-  int Thread() const { return thread; }
-  int Threads() const { return 1; }
-  int Block() const { return block; }
-  int Blocks() const { return blocks; }
-  void Sync() const {}
-  size_t First() const { return block; }
-  size_t Stride() const { return blocks; }
-  bool Wait(size_t, int) {
-    model::TheMachine().Wait();
-    return true;
-  }
-  void Enter(uint32_t* busy, uint32_t*) {
-    if (jin::Exchange(busy, 1) != 0) model::TheMachine().Fail("wrong: the region is busy");
-  }
-  void Arrived() const {}
-  void Admit() const {}
-  void Admit(uint32_t, uint32_t) const {}
-  void MeetsOther(int, uint64_t) { model::TheMachine().Fail("wrong: meets another operation"); }
-};
-
 // A group as the protocol sees it, and the ways to break it: the functions below take the place of
 // those of permute.h and same_operation.h.
-struct ModelGroup : jin::Group {
+struct ModelGroup : model::ModelGroup {
   uint64_t operation;
   bool begins = false;        // this thread only begins the calls
   uint32_t destinations = 0;  // of the call; bit r: rank r
   uint64_t* OperationOf(int of, int to, uint32_t count) const {
-    return jin::Group::OperationOf(of, to, broken.one_operation_word ? 0 : count);
-  }
-  char* EpochBuffer(int of_rank, uint32_t epoch) const {
-    return jin::Group::EpochBuffer(of_rank, broken.one_epoch_buffer ? 0 : epoch);
+    return jin::Group::OperationOf(of, to, one_operation_word ? 0 : count);
   }
 };
 
 bool HasRoom(const ModelGroup& g, int to, uint32_t epoch) {
-  if (broken.no_room || (broken.told_without_room && g.begins)) return true;
-  if (broken.unsigned_room) return jin::LoadAcquire(jin::BegunOf(g, to, g.rank)) >= epoch - 1;
-  return jin::HasRoom<ModelGroup>(g, to, broken.room_a_call_early ? epoch - 1 : epoch);
+  if (no_room || (told_without_room && g.begins)) return true;
+  if (unsigned_room) return jin::LoadAcquire(jin::BegunOf(g, to, g.rank)) >= epoch - 1;
+  return jin::HasRoom<ModelGroup>(g, to, room_a_call_early ? epoch - 1 : epoch);
 }
 void TellBegun(const ModelGroup& g, int peer, uint32_t epoch) {
-  if (!broken.begun_late) jin::TellBegun<ModelGroup>(g, peer, epoch + (broken.begun_early ? 1 : 0));
-  if (broken.told_to_all && g.begins && (g.destinations >> peer & 1) == 0) {
+  if (!begun_late) jin::TellBegun<ModelGroup>(g, peer, epoch + (begun_early ? 1 : 0));
+  if (told_to_all && g.begins && (g.destinations >> peer & 1) == 0) {
     jin::TellOperation(g, peer, epoch);
   }
 }
-// Packets as they are, or broken.
-template <class Packets>
-struct MaybeBroken : Packets {
-  static bool TryGet(char* slot, size_t i, jin::Pack* p) {
-    const bool all = Packets::TryGet(slot, i, p);
-    constexpr bool kFlagged = std::is_same_v<Packets, jin::FlaggedPackets>;
-    return !kFlagged && broken.first_word_only ? p->word[0] != jin::kEmpty : all;
-  }
-  static void Arm(char* slot, size_t i) {
-    if (!broken.never_armed) Packets::Arm(slot, i);
-  }
-};
-
 uint32_t Value(int rank, int call, int member, size_t i) {
   return 1 + rank * 1000 + call * 100 + member * 10 + static_cast<uint32_t>(i);
 }
 
 // One sequence of calls.
-class Sequence {
+class Sequence : public model::KernelModel {
  public:
   Sequence(int ranks, std::vector<Plan> plans, bool together, bool every_access)
-      : ranks_(ranks),
+      : KernelModel(ranks, EpochBufferBytes(plans), First(plans), Fields(First(plans)),
+                    {every_access}),
         plans_(std::move(plans)),
-        together_(together),
-        epoch_buffer_bytes_(EpochBufferBytes(plans_)),
-        words_(ranks * (kHeaderWords + 2 * epoch_buffer_bytes_ / 4)),
-        machine_(words_, jin::kEmpty, 0, {every_access}) {
-    const size_t region_bytes = jin::kHeaderBytes + 2 * epoch_buffer_bytes_;
+        together_(together) {
     memset(&local, 0x5A, sizeof local);
     machine_.AddLocalMemory(&local, sizeof local);
     for (const Plan& plan : plans_) blocks_ = std::max(blocks_, plan.blocks);
-    for (int r = 0; r < ranks_; ++r) {
-      memory_.push_back(std::make_unique<Aligned[]>(region_bytes / sizeof(Aligned) + 1));
-      regions_.push_back(reinterpret_cast<char*>(memory_[r].get()));
-      jin::RegionHeader* const header = Header(r);
-      memset(static_cast<void*>(header), 0, jin::kHeaderBytes);
-      // All calls but those of the ranks' own blocks look at the first ones only.
-      for (uint32_t& epoch : header->epoch) epoch = First();
-      header->operations = First();
-      machine_.AddLocalMemory(header->epoch, sizeof header->epoch);
-      machine_.AddLocalMemory(header->busy, sizeof header->busy);
-      machine_.AddLocalMemory(&header->operations, sizeof header->operations);
-      for (size_t word = 0; word < kHeaderWords; ++word) {
-        machine_.SetInitial(r * WordsOfRank() + word, word < kBegunWords ? First() : 0);
-      }
-    }
-    model::TheMemory().machine = &machine_;
-    model::TheMemory().shared = [this](const void* at) { return WordAt(at); };
     // On GPUs nothing releases but the end of a kernel. (On CPU devices TellBegun does so, too.)
     model::TheMemory().no_release = true;
-    for (int r = 0; r < ranks_; ++r) {
-      const std::string rank = "rank " + std::to_string(r);
-      if (together_) {
-        machine_.AddThread(rank, [this, r] { RunTogether(r); });
-        continue;
-      }
-      machine_.AddThread(rank + " check", [this, r] { RunBlock(r, -1); });
-      for (int b = 0; b < blocks_; ++b) {
-        machine_.AddThread(rank + " block " + std::to_string(b), [this, r, b] { RunBlock(r, b); });
-      }
-    }
+    model::TheMemory().no_acquire = model::no_acquire;
+    AddThreads(together_ ? 1 : blocks_ + 1,
+               [this](int r, int b) { together_ ? RunTogether(r) : RunBlock(r, b - 1); });
     machine_.OnEnd([this] { CheckEnd(); });
-    machine_.NameWords([this](size_t word) { return NameOf(word); });
   }
 
-  model::Machine::Result Search() { return machine_.Search(); }
-
  private:
-  struct alignas(64) Aligned {
-    char bytes[64];
-  };
-  // What peers write in a header: begun, and peer_operation.
-  static constexpr size_t kBegunWords = kMostRanks;
-  static constexpr size_t kHeaderWords = kBegunWords + 2 * 2 * kMostRanks;
-
+  static std::vector<model::HeaderWords> Fields(uint32_t first) {
+    constexpr size_t kTold = offsetof(jin::RegionHeader, peer_operation);
+    constexpr size_t kOfParity = sizeof(jin::RegionHeader::peer_operation) / 2;
+    return {{"begun", offsetof(jin::RegionHeader, begun), kMostRanks, first},
+            {"peer_operation[0], half", kTold, 2 * kMostRanks},
+            {"peer_operation[1], half", kTold + kOfParity, 2 * kMostRanks}};
+  }
   static size_t PacketBytes(const Plan& plan) {
     return plan.packets == Packets::kHalf   ? jin::HalfPackets::kBytes
            : plan.packets == Packets::kBare ? jin::BarePackets::kBytes
@@ -200,61 +125,8 @@ class Sequence {
     return most;
   }
   // The first epoch. It wraps in the middle.
-  uint32_t First() const { return 0u - static_cast<uint32_t>(plans_.size()) / 2; }
-  size_t WordsOfRank() const { return kHeaderWords + 2 * epoch_buffer_bytes_ / 4; }
-  jin::RegionHeader* Header(int r) const {
-    return reinterpret_cast<jin::RegionHeader*>(regions_[r]);
-  }
-  int CurrentRank() const { return machine_.current() / (together_ ? 1 : blocks_ + 1); }
-
-  long WordAt(const void* at) {
-    const char* const address = static_cast<const char*>(at);
-    for (int r = 0; r < ranks_; ++r) {
-      const auto within = [address](const void* begin, size_t bytes) {
-        const long offset = address - static_cast<const char*>(begin);
-        return offset >= 0 && offset < static_cast<long>(bytes) ? offset : -1;
-      };
-      const long first = r * WordsOfRank();
-      for (int p = 0; p < ranks_; ++p) {
-        jin::RegionHeader* const header = Header(r);
-        if (address == reinterpret_cast<char*>(&header->begun[p])) return first + p;
-        for (int parity = 0; parity < 2; ++parity) {
-          if (address != reinterpret_cast<char*>(&header->peer_operation[parity][p])) continue;
-          return first + kBegunWords + 2 * (parity * kMostRanks + p);
-        }
-      }
-      const long at_packet = within(regions_[r] + jin::kHeaderBytes, 2 * epoch_buffer_bytes_);
-      if (at_packet >= 0) return first + kHeaderWords + at_packet / 4;
-      if (within(regions_[r], jin::kHeaderBytes) >= 0) {
-        if (CurrentRank() != r) machine_.Fail("wrong: accesses a peer's header");
-        return -1;
-      }
-    }
-    machine_.Fail("wrong: an access outside of all regions");
-    return -1;
-  }
-  std::string NameOf(size_t word) const {
-    const std::string of_rank = " of rank " + std::to_string(word / WordsOfRank());
-    size_t in_rank = word % WordsOfRank();
-    if (in_rank < kBegunWords) return "begun[" + std::to_string(in_rank) + "]" + of_rank;
-    if (in_rank < kHeaderWords) {
-      const size_t pair = (in_rank - kBegunWords) / 2;
-      return "peer_operation[" + std::to_string(pair / kMostRanks) + "][" +
-             std::to_string(pair % kMostRanks) + "]" + of_rank;
-    }
-    in_rank -= kHeaderWords;
-    const size_t of_buffer = epoch_buffer_bytes_ / 4;
-    return "word " + std::to_string(in_rank % of_buffer) + " of epoch buffer " +
-           std::to_string(in_rank / of_buffer) + of_rank;
-  }
-
-  ModelGroup GroupOf(int rank) const {
-    ModelGroup group;
-    for (int r = 0; r < ranks_; ++r) group.region[r] = regions_[r];
-    group.epoch_buffer_bytes = epoch_buffer_bytes_;
-    group.rank = rank;
-    group.size = ranks_;
-    return group;
+  static uint32_t First(const std::vector<Plan>& plans) {
+    return 0u - static_cast<uint32_t>(plans.size()) / 2;
   }
   struct alignas(16) Input {
     uint32_t words[kMostMembers][kMostPacks * 4];
@@ -288,7 +160,7 @@ class Sequence {
 
   // A block of a kernel on GPUs; -1: the one that begins the calls.
   void RunBlock(int rank, int block) {
-    ModelGroup group = GroupOf(rank);
+    auto group = GroupOf<ModelGroup>(rank);
     for (size_t k = 0; k < plans_.size(); ++k) {
       const Plan& plan = plans_[k];
       Input input;
@@ -311,20 +183,21 @@ class Sequence {
           jin::RunOperation<typename decltype(body)::type>(thread, group, call);
         });
         // In the kernel that has armed, so nothing orders it.
-        if (broken.begun_late && block == 0) TellAllBegun(group, First() + k + 1);
+        if (begun_late && block == 0) TellAllBegun(group, First(plans_) + k + 1);
       }
-      EndKernel(rank, static_cast<int>(k));
+      EndKernel(rank, static_cast<int>(k), blocks_ + 1);
+      machine_.Forget(k);
       if (block == 0) CheckCall(rank, static_cast<int>(k));
     }
   }
 
   // A CPU device, as engine.cc and host_group.cc do.
   void RunTogether(int rank) {
-    ModelGroup group = GroupOf(rank);
+    auto group = GroupOf<ModelGroup>(rank);
     for (size_t k = 0; k < plans_.size(); ++k) {
       Input input;
       const jin::Permutes call = CallOf(rank, k, &input);
-      const uint32_t epoch = First() + static_cast<uint32_t>(k);
+      const uint32_t epoch = First(plans_) + static_cast<uint32_t>(k);
       for (int r = 0; r < ranks_; ++r) {
         if (r != rank) TellBegun(group, r, epoch);
       }
@@ -335,10 +208,10 @@ class Sequence {
           Body::RunPhase(phase, thread, group, call, epoch);
         }
       });
-      if (broken.begun_late) TellAllBegun(group, epoch + 1);
+      if (begun_late) TellAllBegun(group, epoch + 1);
       CheckCall(rank, static_cast<int>(k));
       machine_.AcquireFence();
-      if (!broken.no_release) machine_.ReleaseFence();
+      if (!model::no_release) machine_.ReleaseFence();
       machine_.Forget(k);
     }
   }
@@ -350,14 +223,6 @@ class Sequence {
     }
   }
 
-  // The end of a kernel orders all that its blocks did before all that the next kernel does.
-  void EndKernel(int rank, int call) {
-    machine_.AcquireFence();
-    machine_.Barrier(call * ranks_ + rank, blocks_ + 1);
-    if (!broken.no_release) machine_.ReleaseFence();
-    machine_.Forget(call);
-  }
-
   void CheckCall(int rank, int k) {
     const Plan& plan = plans_[k];
     for (size_t m = 0; m < plan.members.size(); ++m) {
@@ -366,37 +231,25 @@ class Sequence {
         if (plan.packets == Packets::kHalf && i % 4 >= 2 && source != rank && source >= 0) continue;
         const uint32_t expected = source < 0 ? 0 : Value(source, k, m, i);
         if (local.out[rank][k][m][i] != expected) {
-          machine_.Fail("wrong: the result of call " + std::to_string(k) + " on rank " +
-                        std::to_string(rank));
+          FailResult(k, rank);
         }
       }
     }
   }
 
   void CheckEnd() {
-    for (int r = 0; r < ranks_; ++r) {
-      const size_t first = r * WordsOfRank();
-      for (size_t word = kBegunWords; word < WordsOfRank(); ++word) {
-        const uint32_t empty = word < kHeaderWords ? 0 : jin::kEmpty;
-        if (machine_.Newest(first + word) != empty) {
-          machine_.Fail("wrong: left full: " + NameOf(first + word));
-        }
-      }
-      const uint32_t epoch = First() + static_cast<uint32_t>(plans_.size());
-      if (!together_ && (Header(r)->operations != epoch || Header(r)->epoch[0] != epoch)) {
+    CheckEmpty(true);
+    const uint32_t epoch = First(plans_) + static_cast<uint32_t>(plans_.size());
+    for (int r = 0; r < ranks_ && !together_; ++r) {
+      if (Header(r)->operations != epoch || Header(r)->epoch[0] != epoch) {
         machine_.Fail("wrong: the epoch");
       }
     }
   }
 
-  const int ranks_;
   const std::vector<Plan> plans_;
   const bool together_;
-  const size_t epoch_buffer_bytes_, words_;
   int blocks_ = 1;
-  std::vector<std::unique_ptr<Aligned[]>> memory_;
-  std::vector<char*> regions_;
-  model::Machine machine_;
 };
 
 // All partial permutations of so many ranks: the sources of each.
@@ -460,23 +313,7 @@ Plan PlanOf(int pattern, int k, const Permutation& permutation, const Permutatio
 int main(int argc, char** argv) {
   model::Totals totals(argc, argv, 3);
   const int ranks = totals.ranks, calls = totals.operations;
-  const bool known =
-      model::Break<Variant>(&broken, totals.variant,
-                            {{"room_a_call_early", {&Variant::room_a_call_early}},
-                             {"no_room", {&Variant::no_room}},
-                             {"unsigned_room", {&Variant::unsigned_room}},
-                             {"begun_early", {&Variant::begun_early}},
-                             {"begun_late", {&Variant::begun_late}},
-                             {"no_release", {&Variant::no_release}},
-                             {"no_acquire", {&Variant::no_acquire}},
-                             {"one_epoch_buffer", {&Variant::one_epoch_buffer}},
-                             {"never_armed", {&Variant::never_armed}},
-                             {"first_word_only", {&Variant::first_word_only}},
-                             {"told_without_room", {&Variant::told_without_room}},
-                             {"told_to_all", {&Variant::told_to_all}},
-                             {"one_operation_word", {&Variant::one_operation_word}}});
-  if (!totals.Fit(known, kMostRanks, kMostCalls)) return 2;
-  model::TheMemory().no_acquire = broken.no_acquire;
+  if (!totals.Fit(kMostRanks, kMostCalls)) return 2;
   const bool quick = totals.more == "quick", every_access = totals.more == "every_access";
   const std::vector<Permutation> all = PermutationsOf(ranks);
   const size_t kinds = all.size();

@@ -38,6 +38,7 @@ struct FakeEvent {
 namespace {
 
 constexpr int kMostRanks = 3;
+constexpr int kMostOperations = 9;
 constexpr int kGroups = 2;
 constexpr int kSlots = 16;         // of signals, that the checker has words for
 constexpr int64_t kColumns = 128;  // of every matrix: a row has kRow bytes
@@ -45,10 +46,10 @@ constexpr size_t kRow = 256;
 constexpr size_t kDataBytes = 1024;  // of a ring: kMinSlots rows
 constexpr int kMostTasks = 2048;
 
-struct Variant {
-  bool no_release, no_acquire, never_reset, no_grant, no_arrival, one_slot_fewer, no_event;
-};
-Variant broken;
+using model::Flag;
+Flag no_release("no_release"), no_acquire("no_acquire"), never_reset("never_reset"),
+    no_grant("no_grant"), no_arrival("no_arrival"), one_slot_fewer("one_slot_fewer"),
+    no_event("no_event");
 
 struct Task {
   int rank;
@@ -107,7 +108,7 @@ size_t RowAt(const void* at) {
     if (offset % kRow != 0) break;
     const size_t row = area.first_row + offset / kRow;
     const bool last_slot = area.ring && offset + kRow == area.bytes;
-    return broken.one_slot_fewer && last_slot ? row - 1 : row;
+    return one_slot_fewer && last_slot ? row - 1 : row;
   }
   program.machine->Fail("wrong: an access outside of all buffers");
   return 0;
@@ -151,7 +152,7 @@ size_t WordAt(const uint32_t* at) {
 
 void Set(const jin::Words& posted) {
   if (posted.count == 0) return;
-  if (!broken.no_release) program.machine->Fence();
+  if (!no_release) program.machine->Fence();
   for (int i = 0; i < posted.count; ++i) {
     program.machine->Store(WordAt(posted.word[i]), 1, model::Order::kRelaxed);
   }
@@ -169,10 +170,10 @@ void Await(int task, const jin::Words& awaited) {
     }
     if (arrived == 0) program.machine->Wait();
     for (int i = 0; i < awaited.count; ++i) {
-      if (!(arrived >> i & 1) || broken.never_reset) continue;
+      if (!(arrived >> i & 1) || never_reset) continue;
       program.machine->Store(WordAt(awaited.word[i]), 0, model::Order::kRelaxed);
     }
-    if (!broken.no_acquire) program.machine->AcquireFence();
+    if (!no_acquire) program.machine->AcquireFence();
     missing &= ~arrived;
     program.machine->Forget(task + missing * kMostTasks);
   }
@@ -203,7 +204,7 @@ cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream) {
   return cudaSuccess;
 }
 cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsigned) {
-  if (broken.no_event && event->task >= 0 && program.tasks[event->task].waits) return cudaSuccess;
+  if (no_event && event->task >= 0 && program.tasks[event->task].waits) return cudaSuccess;
   if (event->task >= 0 && event->task != stream->last) stream->waits.push_back(event->task);
   return cudaSuccess;
 }
@@ -251,8 +252,7 @@ cudaError_t PostAndAwait(const DeviceGroup& group, Algorithm, const Words& poste
   const Signals* const own = SignalsOf(group, group.rank);
   const auto* const word = awaited.count > 0 ? awaited.word[0] : nullptr;
   const bool grant = word >= &own->granted[0][0] && word < &own->arrived[0][0];
-  const bool skipped =
-      awaited.count > 0 && ((broken.no_grant && grant) || (broken.no_arrival && !grant));
+  const bool skipped = awaited.count > 0 && ((no_grant && grant) || (no_arrival && !grant));
   const int task =
       Enqueue(stream,
               awaited.count == 0 ? "post"
@@ -574,15 +574,7 @@ class Run {
 int main(int argc, char** argv) {
   model::Totals totals(argc, argv, 3);
   const int ranks = totals.ranks, operations = totals.operations;
-  const bool known = model::Break<Variant>(&broken, totals.variant,
-                                           {{"no_release", {&Variant::no_release}},
-                                            {"no_acquire", {&Variant::no_acquire}},
-                                            {"never_reset", {&Variant::never_reset}},
-                                            {"no_grant", {&Variant::no_grant}},
-                                            {"no_arrival", {&Variant::no_arrival}},
-                                            {"one_slot_fewer", {&Variant::one_slot_fewer}},
-                                            {"no_event", {&Variant::no_event}}});
-  if (!known || ranks < 2 || ranks > kMostRanks || operations < 1) return 2;
+  if (!totals.Fit(kMostRanks, kMostOperations)) return 2;
 
   const auto plan = [](int first, int last) {
     jin::MatmulPlan plan;

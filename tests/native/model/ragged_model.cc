@@ -18,13 +18,10 @@
 // packets and those by which blocks tell what they have taken, and that all of these have been
 // cleared at the end. Variants other than "sound" break the protocol on purpose. Exit status: that
 // of collectives_model.cc.
-#include "atomics.h"
+#include "kernel_model.h"
 //
-#include "half_packets.h"
-#include "totals.h"
 #include "xla_ffi/kernels/experts.h"
 #include "xla_ffi/kernels/ragged.h"
-#include "xla_ffi/kernels/types.h"
 
 namespace jin = jax_intranode;
 
@@ -46,11 +43,10 @@ struct Plan {
   Kind kind = Kind::kRagged;
 };
 
-struct Variant {
-  bool no_room, room_a_window_early, taken_early, no_fence, never_cleared, no_acquire, no_release;
-  bool one_epoch_buffer, never_armed, first_word_only;
-};
-Variant broken;
+using model::Flag, model::ModelThread;
+using Packets = model::MaybeBroken<jin::HalfPackets>;
+Flag no_room("no_room"), room_a_window_early("room_a_window_early"), taken_early("taken_early"),
+    no_fence("no_fence"), never_cleared("never_cleared");
 
 // What threads access without the machine. All of it belongs to the state.
 struct Local {
@@ -58,150 +54,60 @@ struct Local {
 };
 Local local;
 
-struct ModelThread {
-  int block, blocks;
-  int Thread() const { return 0; }
-  int Threads() const { return 1; }
-  int Block() const { return block; }
-  int Blocks() const { return blocks; }
-  void Sync() const {}
-  int FirstUpdate() const { return 0; }
-  size_t First() const { return block; }
-  size_t Stride() const { return blocks; }
-  bool Wait(size_t, int) {
-    model::TheMachine().Wait();
-    return true;
-  }
-  void Enter(uint32_t* busy, uint32_t*) {
-    if (jin::Exchange(busy, 1) != 0) model::TheMachine().Fail("wrong: the region is busy");
-  }
-  void Arrived() const {}
-  void Admit() const {}
-  void Refuse(const jin::UpdateFault&) const { model::TheMachine().Fail("wrong: refuses"); }
-};
-
 // A group as the protocol sees it, and the ways to break it: the functions below take the place of
 // those of ragged.h.
-struct ModelGroup : jin::Group {
-  char* EpochBuffer(int of_rank, uint32_t epoch) const {
-    return jin::Group::EpochBuffer(of_rank, broken.one_epoch_buffer ? 0 : epoch);
-  }
-};
+struct ModelGroup : model::ModelGroup {};
 
 bool HasTaken(const ModelGroup& g, int to, int block, uint32_t windows) {
-  if (broken.no_room) return true;
-  return jin::HasTaken<ModelGroup>(g, to, block, windows - (broken.room_a_window_early ? 1 : 0));
+  if (no_room) return true;
+  return jin::HasTaken<ModelGroup>(g, to, block, windows - (room_a_window_early ? 1 : 0));
 }
 void TellTaken(const ModelGroup& g, int to, int block, uint32_t windows) {
-  if (!broken.no_fence) {
+  if (!no_fence) {
     model::TheMachine().AcquireFence();
     model::TheMachine().ReleaseFence();
   }
-  jin::Store(jin::TakenOf(g, to, g.rank, block), windows + (broken.taken_early ? 1 : 0));
+  jin::Store(jin::TakenOf(g, to, g.rank, block), windows + (taken_early ? 1 : 0));
 }
 void ClearTaken(const ModelGroup& g, int to, int block) {
-  if (!broken.never_cleared) jin::ClearTaken<ModelGroup>(g, to, block);
+  if (!never_cleared) jin::ClearTaken<ModelGroup>(g, to, block);
 }
-// Packets of which half is sent, as they are or broken.
-struct MaybeBroken : jin::HalfPackets {
-  static bool TryGet(char* slot, size_t i, jin::Pack* p) {
-    const bool all = HalfPackets::TryGet(slot, i, p);
-    return broken.first_word_only ? p->word[0] != jin::kEmpty : all;
-  }
-  static void Arm(char* slot, size_t i) {
-    if (!broken.never_armed) HalfPackets::Arm(slot, i);
-  }
-};
-
 uint32_t Value(int rank, int call, int row, int word) {
   return 1 + rank * 10000 + call * 1000 + row * 10 + word;
 }
 
 // One sequence of calls.
-class Sequence {
+class Sequence : public model::KernelModel {
  public:
   Sequence(int ranks, std::vector<Plan> plans, int blocks)
-      : ranks_(ranks),
+      : KernelModel(ranks,
+                    jin::NoticeBytes(ranks, blocks, 1) +
+                        2 * (ranks - 1) * blocks * jin::HalfPackets::kBytes,
+                    0u - static_cast<uint32_t>(plans.size()) / 2,  // so the epoch wraps
+                    Fields()),
         blocks_(blocks),
-        plans_(std::move(plans)),
-        epoch_buffer_bytes_(jin::NoticeBytes(ranks, blocks, 1) +
-                            2 * (ranks - 1) * blocks * jin::HalfPackets::kBytes),
-        machine_(ranks * WordsOfRank(), jin::kEmpty, 0, {}) {
-    const size_t region_bytes = jin::kHeaderBytes + 2 * epoch_buffer_bytes_;
+        plans_(std::move(plans)) {
     memset(&local, 0x5A, sizeof local);
     machine_.AddLocalMemory(&local, sizeof local);
-    for (int r = 0; r < ranks_; ++r) {
-      memory_.push_back(std::make_unique<Aligned[]>(region_bytes / sizeof(Aligned) + 1));
-      regions_.push_back(reinterpret_cast<char*>(memory_[r].get()));
-      jin::RegionHeader* const header = Header(r);
-      memset(static_cast<void*>(header), 0, jin::kHeaderBytes);
-      for (uint32_t& epoch : header->epoch) epoch = First();
-      machine_.AddLocalMemory(header->epoch, sizeof header->epoch);
-      machine_.AddLocalMemory(header->busy, sizeof header->busy);
-      for (size_t word = 0; word < kTakenWords; ++word) {
-        machine_.SetInitial(r * WordsOfRank() + word, 0);
-      }
-    }
-    model::TheMemory().machine = &machine_;
-    model::TheMemory().shared = [this](const void* at) { return WordAt(at); };
-    machine_.AddBlocks(ranks_, blocks_, [this](int r, int b) { RunBlock(r, b); });
-    machine_.OnEnd([this] { CheckEnd(); });
-    machine_.NameWords([this](size_t word) { return NameOf(word); });
+    model::TheMemory().no_acquire = model::no_acquire;
+    AddThreads(blocks_, [this](int r, int b) { RunBlock(r, b); });
+    machine_.OnEnd([this] { CheckEmpty(); });
   }
-
-  model::Machine::Result Search() { return machine_.Search(); }
 
  private:
-  struct alignas(64) Aligned {
-    char bytes[64];
-  };
-  static constexpr size_t kTakenWords = kMostRanks * kMostBlocks;
-
-  // The first epoch. It wraps in the middle.
-  uint32_t First() const { return 0u - static_cast<uint32_t>(plans_.size()) / 2; }
-  size_t WordsOfRank() const { return kTakenWords + 2 * epoch_buffer_bytes_ / 4; }
-  jin::RegionHeader* Header(int r) const {
-    return reinterpret_cast<jin::RegionHeader*>(regions_[r]);
-  }
-
-  long WordAt(const void* at) {
-    const char* const address = static_cast<const char*>(at);
-    for (int r = 0; r < ranks_; ++r) {
-      const long first = r * WordsOfRank();
-      for (int p = 0; p < ranks_; ++p) {
-        for (int b = 0; b < blocks_; ++b) {
-          if (at == &Header(r)->taken[p][b]) return first + p * kMostBlocks + b;
-        }
-      }
-      const long in_region = address - regions_[r];
-      const long in_buffers = in_region - static_cast<long>(jin::kHeaderBytes);
-      if (in_buffers >= 0 && in_buffers < static_cast<long>(2 * epoch_buffer_bytes_)) {
-        return first + kTakenWords + in_buffers / 4;
-      }
-      if (in_region >= 0 && in_buffers < 0) {
-        if (machine_.current() / blocks_ != r) machine_.Fail("wrong: accesses a peer's header");
-        return -1;
-      }
+  static std::vector<model::HeaderWords> Fields() {
+    std::vector<model::HeaderWords> taken;
+    for (int r = 0; r < kMostRanks; ++r) {
+      taken.push_back({"taken of rank " + std::to_string(r),
+                       offsetof(jin::RegionHeader, taken) + r * sizeof jin::RegionHeader{}.taken[0],
+                       kMostBlocks});
     }
-    machine_.Fail("wrong: an access outside of all regions");
-    return -1;
-  }
-  std::string NameOf(size_t word) const {
-    const std::string of_rank = " of rank " + std::to_string(word / WordsOfRank());
-    const size_t in_rank = word % WordsOfRank();
-    if (in_rank < kTakenWords) return "taken word " + std::to_string(in_rank) + of_rank;
-    const size_t of_buffer = epoch_buffer_bytes_ / 4, packet = in_rank - kTakenWords;
-    return "word " + std::to_string(packet % of_buffer) + " of epoch buffer " +
-           std::to_string(packet / of_buffer) + of_rank;
+    return taken;
   }
 
   // A row is a pack. The rows for rank d are the first ones, so reads overlap.
   void RunBlock(int rank, int block) {
-    ModelGroup group;
-    for (int r = 0; r < ranks_; ++r) group.region[r] = regions_[r];
-    group.epoch_buffer_bytes = epoch_buffer_bytes_;
-    group.rank = rank;
-    group.size = ranks_;
+    const auto group = GroupOf<ModelGroup>(rank);
     for (size_t k = 0; k < plans_.size(); ++k) {
       ModelThread thread{block, blocks_};
       const uint32_t epoch = jin::Begin(thread, group);
@@ -211,10 +117,7 @@ class Sequence {
         RunExperts(thread, group, static_cast<int>(k), epoch);
       }
       jin::End(thread, group, epoch);
-      // The end of a kernel orders all that its blocks did before all that the next kernel does.
-      machine_.AcquireFence();
-      machine_.Barrier(static_cast<int>(k) * ranks_ + rank, blocks_);
-      if (!broken.no_release) machine_.ReleaseFence();
+      EndKernel(rank, static_cast<int>(k), blocks_);
       machine_.Forget(k);
       if (block == 0) CheckCall(rank, static_cast<int>(k));
     }
@@ -238,7 +141,7 @@ class Sequence {
                                16, kMostPacks,         kRows,     1,         window};
     jin::RaggedTableOf<kMostRanks> table;
     uint32_t step = 0;
-    jin::Ragged<jin::BF16, MaybeBroken>::Run(thread, group, call, table, epoch, &step);
+    jin::Ragged<jin::BF16, Packets>::Run(thread, group, call, table, epoch, &step);
   }
 
   // The row of token p of rank s is s * kTokens + p, on all ranks. Choice d of a token is of rank
@@ -273,9 +176,9 @@ class Sequence {
                                 .aligned = true};
     uint32_t step = 0;
     if (combines) {
-      jin::Experts<jin::F32, 0, true, MaybeBroken>::Run(thread, group, call, epoch, &step);
+      jin::Experts<jin::F32, 0, true, Packets>::Run(thread, group, call, epoch, &step);
     } else {
-      jin::Experts<jin::F32, 0, false, MaybeBroken>::Run(thread, group, call, epoch, &step);
+      jin::Experts<jin::F32, 0, false, Packets>::Run(thread, group, call, epoch, &step);
     }
   }
 
@@ -310,30 +213,14 @@ class Sequence {
                                 : writer < 0 ? 0x5A5A5A5A
                                              : Value(writer, k, row - PlaceOf(k, writer), w);
         if (local.out[rank][k][row][w] != wanted) {
-          machine_.Fail("wrong: the result of call " + std::to_string(k) + " on rank " +
-                        std::to_string(rank));
+          FailResult(k, rank);
         }
       }
     }
   }
 
-  void CheckEnd() {
-    for (int r = 0; r < ranks_; ++r) {
-      for (size_t word = 0; word < WordsOfRank(); ++word) {
-        const uint32_t empty = word < kTakenWords ? 0 : jin::kEmpty;
-        if (machine_.Newest(r * WordsOfRank() + word) != empty) {
-          machine_.Fail("wrong: left full: " + NameOf(r * WordsOfRank() + word));
-        }
-      }
-    }
-  }
-
-  const int ranks_, blocks_;
+  const int blocks_;
   const std::vector<Plan> plans_;
-  const size_t epoch_buffer_bytes_;
-  std::vector<std::unique_ptr<Aligned[]>> memory_;
-  std::vector<char*> regions_;
-  model::Machine machine_;
 };
 
 // The `number`-th way to choose the lengths of all streams of a call.
@@ -369,20 +256,7 @@ bool IsSmall(size_t number, size_t kinds, int calls) {
 int main(int argc, char** argv) {
   model::Totals totals(argc, argv, 2);
   const int ranks = totals.ranks, calls = totals.operations;
-  const bool known =
-      model::Break<Variant>(&broken, totals.variant,
-                            {{"no_room", {&Variant::no_room}},
-                             {"room_a_window_early", {&Variant::room_a_window_early}},
-                             {"taken_early", {&Variant::taken_early}},
-                             {"no_fence", {&Variant::no_fence}},
-                             {"never_cleared", {&Variant::never_cleared}},
-                             {"no_acquire", {&Variant::no_acquire}},
-                             {"no_release", {&Variant::no_release}},
-                             {"one_epoch_buffer", {&Variant::one_epoch_buffer}},
-                             {"never_armed", {&Variant::never_armed}},
-                             {"first_word_only", {&Variant::first_word_only}}});
-  if (!totals.Fit(known, kMostRanks, kMostCalls)) return 2;
-  model::TheMemory().no_acquire = broken.no_acquire;
+  if (!totals.Fit(kMostRanks, kMostCalls)) return 2;
   const bool quick = totals.more == "quick", experts = totals.more == "experts";
   size_t kinds = 1;
   for (int k = 0; k < ranks * (ranks - 1); ++k) kinds *= 3;

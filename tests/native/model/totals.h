@@ -1,31 +1,39 @@
-// What the programs of the models share: variants by their names, and the totals of all searches.
+// What the programs of the models share: variants, arguments, and the totals of all searches.
 #pragma once
 
 #include <chrono>
 #include <cstdio>
 #include <cstdlib>
 #include <string>
-#include <utility>
 #include <vector>
 
 #include "machine.h"
 
 namespace model {
 
-// The flags that each variant sets, by its name.
-template <class Variant>
-using Variants = std::vector<std::pair<const char*, std::vector<bool Variant::*>>>;
+// A way to break the code, which the variant of this name takes.
+class Flag {
+ public:
+  explicit Flag(const char* variant) : variant_(variant) { All().push_back(this); }
+  Flag(const Flag&) = delete;
+  operator bool() const { return set_; }  // NOLINT: used like a bool
 
-// Sets the flags of a variant. Returns whether there is one of that name.
-template <class Variant>
-bool Break(Variant* broken, const std::string& name, const Variants<Variant>& variants) {
-  for (const auto& [variant, flags] : variants) {
-    if (name != variant) continue;
-    for (bool Variant::* flag : flags) broken->*flag = true;
-    return true;
+  // Returns whether there is such a variant.
+  static bool Set(const std::string& variant) {
+    bool known = variant == "sound";
+    for (Flag* flag : All()) known |= flag->set_ = variant == flag->variant_;
+    return known;
   }
-  return name == "sound";
-}
+
+ private:
+  static std::vector<Flag*>& All() {
+    static std::vector<Flag*> all;
+    return all;
+  }
+
+  const char* const variant_;
+  bool set_ = false;
+};
 
 // Arguments of a model: [variant] [ranks] [operations] [more], and what its searches have found.
 class Totals {
@@ -40,9 +48,9 @@ class Totals {
   const int ranks, operations;
   const std::string more;
 
-  // Whether a model can run with these arguments; prints why not.
-  bool Fit(bool known, int most_ranks, int most_operations) const {
-    const bool fit = known && ranks >= 2 && ranks <= most_ranks && operations >= 1 &&
+  // Breaks what the variant breaks. Whether a model can run with these arguments; prints why not.
+  bool Fit(int most_ranks, int most_operations) const {
+    const bool fit = Flag::Set(variant) && ranks >= 2 && ranks <= most_ranks && operations >= 1 &&
                      operations <= most_operations;
     if (!fit) printf("unknown variant, not 2 to %d ranks, or too many operations\n", most_ranks);
     return fit;

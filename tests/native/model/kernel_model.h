@@ -1,0 +1,210 @@
+// What the models of the kernels share: regions of ranks whose words the machine knows, threads,
+// groups and packets as they are or broken.
+#pragma once
+
+#include "atomics.h"
+//
+#include "half_packets.h"
+#include "totals.h"
+#include "xla_ffi/kernels/group.h"
+#include "xla_ffi/kernels/types.h"
+
+namespace model {
+
+namespace jin = jax_intranode;
+
+inline Flag one_epoch_buffer("one_epoch_buffer"), never_armed("never_armed"),
+    first_word_only("first_word_only"), no_release("no_release"), no_acquire("no_acquire");
+
+struct ModelThread {
+  int block, blocks;
+  int thread = 0;
+
+  int Thread() const { return thread; }
+  int Threads() const { return 1; }
+  int Block() const { return block; }
+  int Blocks() const { return blocks; }
+  void Sync() const {}
+  size_t First() const { return block; }
+  size_t Stride() const { return blocks; }
+  int FirstUpdate() const { return 0; }
+  bool Wait(size_t, int) {
+    TheMachine().Wait();
+    return true;
+  }
+  void Enter(uint32_t* busy, uint32_t*) {
+    if (jin::Exchange(busy, 1) != 0) TheMachine().Fail("wrong: the region is busy");
+  }
+  void Arrived() const {}
+  void Admit() const {}
+  void Admit(uint32_t, uint32_t) const {}
+  template <class... Any>
+  void MeetsOther(Any...) {
+    TheMachine().Fail("wrong: meets another operation");
+  }
+  template <class Fault>
+  void Refuse(const Fault&) const {
+    TheMachine().Fail("wrong: refuses");
+  }
+};
+
+struct ModelGroup : jin::Group {
+  char* EpochBuffer(int of_rank, uint32_t epoch) const {
+    return jin::Group::EpochBuffer(of_rank, one_epoch_buffer ? 0 : epoch);
+  }
+};
+
+template <class Packets>
+struct MaybeBroken : Packets {
+  static bool TryGet(char* slot, size_t i, jin::Pack* p) {
+    const bool all = Packets::TryGet(slot, i, p);
+    constexpr bool kFlagged = std::is_same_v<Packets, jin::FlaggedPackets>;
+    return !kFlagged && first_word_only ? p->word[0] != jin::kEmpty : all;
+  }
+  static void Arm(char* slot, size_t i) {
+    if (!never_armed) Packets::Arm(slot, i);
+  }
+};
+
+// Words of each header that peers write: so many at this offset.
+struct HeaderWords {
+  std::string name;
+  size_t offset, count;
+  uint32_t initial = 0;
+};
+
+// A run of operations on the regions of some ranks.
+class KernelModel {
+ public:
+  // `first` is the first epoch.
+  KernelModel(int ranks, size_t epoch_buffer_bytes, uint32_t first, std::vector<HeaderWords> fields,
+              Options options = {})
+      : ranks_(ranks),
+        epoch_buffer_bytes_(epoch_buffer_bytes),
+        fields_(std::move(fields)),
+        header_words_(WordsOf(fields_)),
+        words_of_rank_(header_words_ + 2 * epoch_buffer_bytes / 4),
+        machine_(ranks * words_of_rank_, jin::kEmpty, 0, options) {
+    const size_t region_bytes = jin::kHeaderBytes + 2 * epoch_buffer_bytes_;
+    for (int r = 0; r < ranks_; ++r) {
+      memory_.push_back(std::make_unique<Aligned[]>(region_bytes / sizeof(Aligned) + 1));
+      memset(Region(r), 0, jin::kHeaderBytes);
+      for (uint32_t& epoch : Header(r)->epoch) epoch = first;
+      Header(r)->operations = first;
+      // What is the rank's own.
+      machine_.AddLocalMemory(Header(r), offsetof(jin::RegionHeader, peer_operation));
+      size_t word = r * words_of_rank_;
+      for (const HeaderWords& field : fields_) {
+        for (size_t i = 0; i < field.count; ++i) machine_.SetInitial(word++, field.initial);
+      }
+    }
+    TheMemory() = {&machine_, [this](const void* at) { return WordAt(at); }};
+    machine_.NameWords([this](size_t word) { return NameOf(word); });
+  }
+  KernelModel(const KernelModel&) = delete;
+
+  Machine::Result Search() { return machine_.Search(); }
+
+ protected:
+  char* Region(int r) const { return reinterpret_cast<char*>(memory_[r].get()); }
+  jin::RegionHeader* Header(int r) const { return reinterpret_cast<jin::RegionHeader*>(Region(r)); }
+  template <class Group = ModelGroup>
+  Group GroupOf(int rank) const {
+    Group group{};
+    for (int r = 0; r < ranks_; ++r) group.region[r] = Region(r);
+    group.epoch_buffer_bytes = epoch_buffer_bytes_;
+    group.rank = rank;
+    group.size = ranks_;
+    return group;
+  }
+
+  // So many threads of each rank run this, of a rank and a number.
+  template <class Run>
+  void AddThreads(int of_rank, Run run) {
+    threads_of_rank_ = of_rank;
+    machine_.AddBlocks(ranks_, of_rank, run);
+  }
+
+  // The end of a kernel of so many threads orders all that they did before all that the next
+  // kernel does. On the CPU a fence does the same (host/host_group.cc).
+  void EndKernel(int rank, int operation, int threads, bool acquires = true) {
+    if (acquires) machine_.AcquireFence();
+    machine_.Barrier(operation * ranks_ + rank, threads);
+    if (!no_release) machine_.ReleaseFence();
+  }
+
+  void FailResult(int operation, int rank, const std::string& name = "") {
+    machine_.Fail("wrong: the result of operation " + std::to_string(operation) + name +
+                  " on rank " + std::to_string(rank));
+  }
+
+  // All packets have been cleared, and the words of all headers but those of the first field.
+  void CheckEmpty(bool but_first = false) {
+    const size_t from = but_first ? fields_.at(0).count : 0;
+    for (size_t word = 0; word < ranks_ * words_of_rank_; ++word) {
+      const size_t in_rank = word % words_of_rank_;
+      const uint32_t empty = in_rank < header_words_ ? 0 : jin::kEmpty;
+      if (in_rank >= from && machine_.Newest(word) != empty) {
+        machine_.Fail("wrong: left full: " + NameOf(word));
+      }
+    }
+  }
+
+  const int ranks_;
+  const size_t epoch_buffer_bytes_;
+
+ private:
+  struct alignas(64) Aligned {
+    char bytes[64];
+  };
+  static size_t WordsOf(const std::vector<HeaderWords>& fields) {
+    size_t words = 0;
+    for (const HeaderWords& field : fields) words += field.count;
+    return words;
+  }
+
+  long WordAt(const void* at) {
+    for (int r = 0; r < ranks_; ++r) {
+      const long offset = static_cast<const char*>(at) - Region(r);
+      const long in_buffers = offset - static_cast<long>(jin::kHeaderBytes);
+      if (offset < 0 || in_buffers >= static_cast<long>(2 * epoch_buffer_bytes_)) continue;
+      long word = r * words_of_rank_;
+      if (in_buffers >= 0) return word + header_words_ + in_buffers / 4;
+      for (const HeaderWords& field : fields_) {
+        const long in_field = (offset - static_cast<long>(field.offset)) / 4;
+        if (offset >= static_cast<long>(field.offset) &&
+            in_field < static_cast<long>(field.count)) {
+          return word + in_field;
+        }
+        word += field.count;
+      }
+      if (machine_.current() / threads_of_rank_ != r) {
+        machine_.Fail("wrong: accesses a peer's header");
+      }
+      return -1;
+    }
+    machine_.Fail("wrong: an access outside of all regions");
+    return -1;
+  }
+  std::string NameOf(size_t word) const {
+    const std::string of_rank = " of rank " + std::to_string(word / words_of_rank_);
+    size_t in_rank = word % words_of_rank_;
+    for (const HeaderWords& field : fields_) {
+      if (in_rank < field.count) return field.name + " " + std::to_string(in_rank) + of_rank;
+      in_rank -= field.count;
+    }
+    const size_t of_buffer = epoch_buffer_bytes_ / 4;
+    return "word " + std::to_string(in_rank % of_buffer) + " of epoch buffer " +
+           std::to_string(in_rank / of_buffer) + of_rank;
+  }
+
+  const std::vector<HeaderWords> fields_;
+  const size_t header_words_, words_of_rank_;
+  int threads_of_rank_ = 1;
+  std::vector<std::unique_ptr<Aligned[]>> memory_;
+
+ protected:
+  Machine machine_;
+};
+
+}  // namespace model

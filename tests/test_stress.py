@@ -114,7 +114,6 @@ def no_handlers(monkeypatch: pytest.MonkeyPatch) -> None:
         ("--program 3", ("--program", "--seed")),
         ("--minutes 0", ("--minutes", "use a positive number")),
         ("--devices 9", ("9 devices", "use 2 to 8")),
-        ("--faults --case psum:inside", ("'psum:inside'", "one is psum:")),
         ("--minutes soon", ("--minutes", "'soon'", "--help")),
     ],
 )

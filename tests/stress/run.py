@@ -1,4 +1,4 @@
-"""Runs random programs, or jobs in which one process fails, and shows their progress."""
+"""Runs random programs, and shows their progress."""
 
 import argparse
 import json
@@ -20,22 +20,17 @@ from jax_intranode._src.command_line import machine, options
 from jax_intranode._src.command_line.launcher import runs
 from jax_intranode._src.command_line.options import Failed, WrongInput
 from stress import calls, chains
-from stress.faults import cases
 
 DESCRIPTION = (
     "Runs random programs and compares every result with jax.lax, or with sums in rank order where "
-    "bits are promised. Starts one process with all devices and then a process per device. With "
-    "--faults, starts jobs of a process per device in which one process fails, and checks what the "
-    "others see, and when. Exits with 1 if a value was wrong, a rank failed or an error was not as "
-    "it must be."
+    "bits are promised. Starts one process with all devices and then a process per device. Exits "
+    "with 1 if a value was wrong or a rank failed."
 )
 EXAMPLES = """\
 python tests/stress/run.py                               one minute, half of it in each mode
 python tests/stress/run.py --minutes 30 --json counts.json
 python tests/stress/run.py --platform cpu --devices 8 --mode single-process
-python tests/stress/run.py --seed 7 --program 123        that program only
-python tests/stress/run.py --faults --cases 50           50 jobs in which a process fails
-python tests/stress/run.py --faults --case psum:inside:kill:1of2"""
+python tests/stress/run.py --seed 7 --program 123        that program only"""
 
 # How often a line of progress is printed where the output is not a terminal.
 _LINES_S = 30
@@ -62,14 +57,6 @@ def _parser() -> argparse.ArgumentParser:
     options.add_platform(parser)
     options.add_mode(parser)
     add("--json", type=options.new_file, metavar="FILE", help="write the counts to FILE")
-    add("--faults", action="store_true", help="let processes fail")
-    text = "how many faults (default 300)"
-    add("--cases", type=options.integer_from(1), default=300, metavar="COUNT", help=text)
-    add("--case", metavar="CASE[,CASE...]", help="run only these faults, as --faults prints them")
-    text = "faults at the same time (default 1)"
-    add("--jobs", type=options.integer_from(1), default=1, metavar="COUNT", help=text)
-    text = "multiplies the time limits of --faults, for a machine that is busy (default 1)"
-    add("--slack", type=options.positive_number(), default=1, metavar="FACTOR", help=text)
     return parser
 
 
@@ -85,8 +72,6 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.program is not None and arguments.seed is None:
         raise WrongInput("--program needs the --seed of the run that it was part of")
     signal.signal(signal.SIGTERM, runs.end_by_exit)
-    if arguments.faults:
-        return cases.run(arguments, platform, devices)
     seed = random.randrange(10**6) if arguments.seed is None else arguments.seed
     modes = tuple(reversed(runs.MODES)) if arguments.mode == "both" else (arguments.mode,)
     if platform == "gpu" and machine.has_one_gpu():

@@ -5,5 +5,6 @@ operations.py  the operations, with their right results
 rank.py        the program of each process: runs an operation, or fails
 job.py         starts the processes of a case and notes what they do
 verdict.py     what must have happened
-cases.py       runs the chosen cases, and prints those that failed
+
+tests/multiprocess/test_faults.py runs them.
 """

@@ -61,7 +61,7 @@ def steps(out: Path, devices: int, cpu: bool) -> list[tuple[str, str, int, str, 
         add("tests", file.stem, 300, f"{TEST} {file}", required)
     stress = f"{sys.executable} {ROOT}/tests/stress/run.py {on} --json {out}"
     add("tests", "stress", 200, f"{stress}/stress.json --minutes {0.2 if cpu else 2}")
-    faults = f"{TEST} {ROOT}/tests/multiprocess/test_faults.py -k test_fault"
+    faults = f"{TEST} {ROOT}/tests/multiprocess/test_faults.py::test_fault"
     add("tests", "faults", 200, faults, f"{required} FAULTS={2 if cpu else 12}")
     # With their defaults, in one process and, where they say so, in a process per GPU.
     launch = f"{PYTHON} jax_intranode launch {f'-n {devices} ' if cpu else ''}"

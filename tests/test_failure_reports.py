@@ -207,31 +207,6 @@ def run_program(code: str, before: str = "") -> tuple[int, str]:
     return outcome.returncode, outcome.stdout
 
 
-def test_devices_of_one_process_that_run_different_operations() -> None:
-    status, text = run_program(
-        "try:\n    run(body)\n"
-        "except Exception as error:\n    print(f'ERROR: {error}')\n"
-        "failure = jax_intranode.last_failure()\n"
-        "print('RECORD:', failure.reason, failure.operation, failure.nbytes, failure.device_ids)\n"
-        "try:\n    run(total)\n"
-        "except jax_intranode.CommunicationError as error:\n    print('LATER:', error)\n"
-        "jax_intranode.shutdown(); jax.clear_caches()\n"
-        "print('SUM:', run(total)[0], jax_intranode.last_failure() == failure)\n"
-    )
-    assert status == 0, text
-    calls = (
-        r"psum of 400 bytes \(float32\[100\], <string>:\d+ \(total\)\)",
-        r"all_gather of 40 bytes \(float32\[10\], <string>:\d+ \(gathered\)\)",
-    )
-    other = r"which waits in another operation: "
-    either = "|".join(rf"{a}.*{other}{b}" for a, b in (calls, calls[::-1]))
-    assert len(re.findall(rf"^WARNING:jax_intranode:(?:{either})", text, re.MULTILINE)) == 1, text
-    for label in ("ERROR:jax_intranode:", "ERROR: INTERNAL: ", "LATER: "):
-        assert re.search(rf"^{label}jax_intranode: (?:{either})", text, re.MULTILINE), text
-    assert re.search(r"^RECORD: mismatch (psum 400|all_gather 40) \(0, 1\)$", text, re.MULTILINE)
-    assert re.search(r"^SUM: 2.0 True$", text, re.MULTILINE), text
-
-
 # After Python has ended, a destructor takes its time, and a thread comes back from C++.
 LATE_THREAD = """
 import ctypes, threading, time

@@ -2,16 +2,13 @@
 
 import contextlib
 import signal
-import socket
 import subprocess
 import sys
 import textwrap
-import threading
 import time
 import types
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 from processes import assert_gone, children_of, is_running
@@ -20,7 +17,6 @@ from tiers import full, quick
 from jax_intranode import __main__ as command_line
 from jax_intranode._src.command_line import machine
 from jax_intranode._src.group import nvml
-from jax_intranode._src.jax_private import distributed
 
 pytestmark = pytest.mark.one_version
 
@@ -178,17 +174,28 @@ def test_a_rank_that_closes_its_output_is_waited_for(launch: Launch, tmp_path: P
 # Faults.
 
 
-def test_the_first_failure_is_the_last_thing_shown(launch: Launch) -> None:
+def test_the_first_failure_is_the_last_thing_shown(launch: Launch, tmp_path: Path) -> None:
     code, _, err = launch(
-        "-n 3 --grace 0.6 SCRIPT",
-        """
+        "-n 3 --grace 3 SCRIPT",
+        f"""
         import os, signal, sys, time
-        rank = int(os.environ["JAX_INTRANODE_RANK"])
+        rank, pid = int(os.environ["JAX_INTRANODE_RANK"]), {str(tmp_path / "pid")!r}
+
+        def runs():
+            with open(pid) as file, open(f"/proc/{{file.read()}}/stat") as stat:
+                return stat.read().rpartition(")")[2].split()[0] != "Z"
+
         if rank == 1:
-            time.sleep(0.1)
+            with open(pid + ".new", "w") as file:
+                file.write(str(os.getpid()))
+            os.rename(pid + ".new", pid)
             raise ValueError("rank 1 broke")
         if rank == 2:
-            time.sleep(0.25)
+            try:
+                while not os.path.exists(pid) or runs():
+                    time.sleep(0.02)
+            except OSError:
+                pass  # rank 1 is gone
             sys.exit("rank 2 broke as a consequence")
         signal.signal(signal.SIGTERM, signal.SIG_IGN)  # as JAX does
         time.sleep(60)
@@ -267,7 +274,7 @@ def test_restarts(launch: Launch, tmp_path: Path) -> None:
 
 def test_the_time_limit_shows_where_the_ranks_are(launch: Launch) -> None:
     code, _, err = launch(
-        "-n 2 --timeout 0.7 --restarts 5 SCRIPT",
+        "-n 2 --timeout 5 --restarts 5 SCRIPT",
         """
         import os, time
         def stuck_here():
@@ -277,53 +284,9 @@ def test_the_time_limit_shows_where_the_ranks_are(launch: Launch) -> None:
         """,
     )
     assert code == 124
-    assert "launch: ending rank 1: not finished after 0.7 s\n" in err
+    assert "launch: ending rank 1: not finished after 5 s\n" in err
     assert any("in stuck_here" in line for line in lines_of(err, 1))
     assert "restart" not in err
-
-
-def test_connections_of_others_to_the_service_disturb_nobody(
-    launch: Launch, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Those of this user's processes that are not of the job: half open, slow, of another kind."""
-    start = distributed.start_coordination_service
-    others: list[socket.socket] = []
-    ended = threading.Event()
-
-    def send_slowly() -> None:
-        while not ended.wait(0.02):
-            for other in others:
-                with contextlib.suppress(OSError):
-                    other.send(b"P")
-
-    def start_and_connect(address: str, processes: int) -> Any:
-        service = start(address, processes)
-        http2 = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
-        for packet in (b"", b"\0", b"GET / HTTP/1.1\r\n\r\n", http2[:9], http2, bytes(70_000)) * 8:
-            others.append(socket.socket(socket.AF_UNIX))
-            others[-1].settimeout(10)
-            others[-1].connect(address.removeprefix("unix:"))
-            with contextlib.suppress(OSError):
-                others[-1].send(packet)
-        others[0].shutdown(socket.SHUT_WR)
-        return service
-
-    monkeypatch.setattr(distributed, "start_coordination_service", start_and_connect)
-    thread = threading.Thread(target=send_slowly)
-    thread.start()
-    try:
-        code, out, err = launch("-n 2 SCRIPT", JAX, "\nprint(total())")
-    finally:
-        ended.set()
-        thread.join()
-    assert code == 0, err
-    assert [lines_of(out, rank) for rank in range(2)] == [["[2.]"]] * 2
-    assert len(others) == 48
-    for other in others:
-        with contextlib.suppress(ConnectionError):
-            while other.recv(1 << 16):  # until the service has closed it
-                pass
-        other.close()
 
 
 # Signals to the command.

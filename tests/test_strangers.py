@@ -19,7 +19,6 @@ from jax_intranode._src.command_line.launcher.output import RankOutput
 from jax_intranode._src.command_line.launcher.runs import (
     SINGLE_PROCESS,
     Devices,
-    run_function,
 )
 from jax_intranode._src.command_line.launcher.service import coordination_service
 from jax_intranode._src.native import extension
@@ -128,46 +127,6 @@ def test_own_links_to_directories_of_logs_are_followed(tmp_path: Path) -> None:
     assert (tmp_path / "target/logs/rank0.log").read_text() == "text\n"
 
 
-# A stranger replaces a rank's directory, if he can.
-_REPLACES = """
-directory, victim = sys.argv[1:]
-print("ready", flush=True)
-try:
-    os.rename(directory, directory + "2")
-    os.mkdir(directory, 0o777)
-    os.symlink(victim, directory + "/messages")
-except OSError as error:
-    print(error.strerror)
-"""
-
-
-def attacked(rank: Rank, victim: str) -> list[str]:
-    """A function of a rank, which sends messages to a file in a directory of the launcher."""
-    directory = rank._messages.parent
-    with stranger(_REPLACES, directory, victim) as attack:
-        out, _ = attack.communicate()
-    rank.begin("a measurement")
-    return [str(directory), out.decode()]
-
-
-def test_commands_write_where_nobody_else_can(
-    place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    place.chmod(0o777)
-    monkeypatch.setattr(tempfile, "tempdir", str(place))
-    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent))
-    victim = tmp_path / "victim"
-    victim.write_text("precious")
-    where, attack = run_function(
-        "test_strangers:attacked",
-        {"victim": str(victim)},
-        Devices("cpu", 1, SINGLE_PROCESS),
-        timeout_s=100,
-    )
-    assert victim.read_text() == "precious"
-    assert attack == "Operation not permitted\n" and place not in Path(where).parents
-
-
 def test_a_directory_that_was_put_in_the_place_of_ours_stays(place: Path) -> None:
     with coordination_service(1) as address:
         ours = Path(address.removeprefix("unix:")).parent
@@ -264,18 +223,6 @@ def of_stranger(file: Path) -> None:
     made.touch(mode=0o600)
     os.chown(made, _STRANGER, _STRANGER)
     made.rename(file)
-
-
-def test_launch_says_whose_log_is_in_the_way(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    tmp_path.chmod(0o1777)
-    (tmp_path / "rank1.log").symlink_to(tmp_path / "victim")
-    words = ["launch", "--platform", "cpu", "-n", "2", "--log-dir", str(tmp_path), __file__]
-    assert command_line.main(words) == 2
-    _, err = capfd.readouterr()
-    assert f"launch --log-dir: {tmp_path}/rank1.log: " in err and "Name a directory of your" in err
-    assert not (tmp_path / "victim").exists()
 
 
 # What a stranger does to a job while it runs. It prints a line for each attack: how the attack has

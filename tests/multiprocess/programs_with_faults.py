@@ -100,10 +100,10 @@ def raises() -> None:
 
 
 def raises_and_ends_slowly() -> None:
-    """On GPUs the end of JAX's backends may wait for kernels. Rank 0 is told before."""
+    """On GPUs the end of JAX's backends may wait for kernels. Rank 0 is told before: in 20 s."""
     begin()
     if rank() == 1:
-        distributed.at_end_of_backends(lambda: time.sleep(5))
+        distributed.at_end_of_backends(lambda: time.sleep(25))
         time.sleep(1)
         raise ValueError("loss is NaN")
     attempt(lambda: read(total(2)))

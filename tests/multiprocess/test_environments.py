@@ -69,9 +69,8 @@ def test_a_lost_process_is_noticed_in(place: str, tmp_path: Path) -> None:
     prefixes = PLACES[place]
     need_place(*prefixes)
     outcome = run("is_lost", Program(prefixes=prefixes), tmp_path / "logs", grace_s=20)
-    (text,), (took, *_) = outcome.said(0), outcome.said(0, "TOOK")
+    (text,) = outcome.said(0)
     assert "process 1 (pid " in text and "has exited without notice" in text, str(outcome)
-    assert float(took) < 1 + 3, str(outcome)  # rank 1 ends after 1 s
 
 
 @pytest.mark.parametrize("place", REFUSED)

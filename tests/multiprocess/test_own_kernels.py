@@ -22,6 +22,7 @@ from jax.sharding import PartitionSpec as P
 from tiers import full
 
 import jax_intranode as jin
+from jax_intranode._src.jax_private.distributed import key_value_client
 
 pytestmark = pytest.mark.one_version
 
@@ -298,9 +299,11 @@ def run_failures(library: str) -> None:
     f = sharded(mesh, lambda v: shift(v, 1))
     x = jax.device_put(np.ones(4 * n, np.float32), jax.sharding.NamedSharding(mesh, P("i")))
     compiled = f.lower(x).compile()
+    client = key_value_client()
+    client.wait_at_barrier("compiled", 60_000)
     jax.block_until_ready(compiled(x))
     if me == 1:
-        time.sleep(3)
+        client.blocking_key_value_get("failed", 60_000)
         os._exit(0)
     try:
         jax.block_until_ready(compiled(x))
@@ -310,6 +313,7 @@ def run_failures(library: str) -> None:
     assert failure is not None
     print(f"RECORD {failure.reason} {failure.operation} {failure.missing_rank} {failure.source}")
     sys.stdout.flush()
+    client.key_value_set("failed", "")
     time.sleep(1.2)  # this process has JAX's coordination service, without which rank 1 aborts
     os._exit(0)
 

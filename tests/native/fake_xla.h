@@ -2,7 +2,6 @@
 // a call.
 #pragma once
 
-#include <atomic>
 #include <cstring>
 #include <map>
 #include <string>
@@ -14,15 +13,10 @@
 struct XLA_FFI_Error {
   std::string message;
 };
-struct XLA_FFI_Future {
-  std::atomic<int> done{0};
-  std::string error;
-};
 
 // What the functions return: of the call that runs.
 inline void* state = nullptr;
 inline uintptr_t stream_of_call = 0;
-inline int device_of_call = 0;
 
 template <class... Args>
 XLA_FFI_Error* Succeeds(Args...) {
@@ -57,21 +51,7 @@ inline XLA_FFI_Api MakeApi() {
     return Succeeds();
   };
   api.XLA_FFI_DeviceOrdinal_Get = [](XLA_FFI_DeviceOrdinal_Get_Args* args) {
-    args->device_ordinal = device_of_call;
-    return Succeeds();
-  };
-  api.XLA_FFI_Future_Create = [](XLA_FFI_Future_Create_Args* args) {
-    args->future = new XLA_FFI_Future;
-    return Succeeds();
-  };
-  api.XLA_FFI_Future_SetAvailable = [](XLA_FFI_Future_SetAvailable_Args* args) {
-    args->future->done = 1;
-    return Succeeds();
-  };
-  api.XLA_FFI_Future_SetError = [](XLA_FFI_Future_SetError_Args* args) {
-    args->future->error = args->error->message;
-    delete args->error;
-    args->future->done = 1;
+    args->device_ordinal = 0;
     return Succeeds();
   };
   return api;
@@ -89,7 +69,7 @@ struct Frame {
   std::vector<XLA_FFI_AttrType> types;
   std::vector<void*> values;
 
-  // Runs a handler; returns its error's text. `frame.future` is what it has returned.
+  // Runs a handler; returns its error's text.
   std::string Run(XLA_FFI_Error* (*handler)(XLA_FFI_CallFrame*), XLA_FFI_ExecutionStage stage,
                   Buffers xs = {}, Buffers ys = {}) {
     memset(&frame, 0, sizeof frame);

@@ -78,16 +78,6 @@ PROGRAMS = {
     "gpu_monitor_test": Program(
         quick=("2000",), full=("100000",), others=_folder("health"), sanitized=True
     ),
-    "handler_input_fuzz": Program(
-        quick=("5000",),
-        full=("20000",),
-        others=(
-            *("xla_ffi/ffi/collectives_host.cc", "xla_ffi/ffi/communicator_host.cc"),
-            *_folder("host"),
-        ),
-        sanitized=True,
-    ),
-    "peer_input_fuzz": Program(full=("300000",), sanitized=True),
     "monitor_test": Program(quick=("quick",), full=("",), others=_folder("health"), sanitized=True),
     "peer_record_test": Program(quick=("",)),
     "segment_test": Program(quick=("",), others=("xla_ffi/host/segment.cc",)),

@@ -46,7 +46,8 @@ def ours(x: jax.Array, params: Params, *, room: int) -> jax.Array:
     """The layer with jax_intranode. Each expert takes up to n `room` tokens, of all n devices."""
     weights, ids = route(x, params)
     experts, n = params["router"].shape[1], lax.axis_size("expert")
-    rows, sizes, state = jax_intranode.moe_dispatch(x, ids, weights, "expert", num_experts=experts)
+    how = {"num_experts": experts, "capacity": min(n * len(x) * CHOICES, experts * room)}
+    rows, sizes, state = jax_intranode.moe_dispatch(x, ids, weights, "expert", **how)
     # XLA's ragged_dot would multiply all rows by the weights of all experts.
     first, number = (jnp.cumsum(sizes) - sizes)[:, None], jnp.arange(n * room)
     place = jnp.where(number < sizes[:, None], first + number, len(rows))
@@ -126,8 +127,9 @@ def main() -> None:
         "down": put((experts, WIDE, HIDDEN), SPECS["down"], WIDE**-0.5, 2),
     }
     data = [put((n * TOKENS, HIDDEN), P("expert"), 1, seed) for seed in (3, 4)]
-    train = program(partial(ours, room=TOKENS), mesh)  # a token names an expert once
-    whole = program(partial(dense, room=TOKENS), mesh)
+    room = -(-2 * TOKENS * CHOICES // experts)  # twice the mean: not enough for few tokens
+    layers = [partial(layer, room=room if ON_GPUS else TOKENS) for layer in (ours, dense)]
+    train, whole = (program(layer, mesh) for layer in layers)
     difference = largest_difference(train(params, *data), whole(params, *data))
     print(f"losses and gradients differ by at most {difference:.1e}", flush=True)
 
@@ -139,7 +141,6 @@ def main() -> None:
         if step in (0, steps - 1):
             print(f"step {step}: loss {loss:.4f}", flush=True)
 
-    room = -(-2 * TOKENS * CHOICES // experts)  # twice the mean
     for layer in (ours, dense):
         rate = tokens_per_second(program(partial(layer, room=room), mesh), params, *data)
         print(f"{layer.__name__}: {rate:.0f} tokens/s", flush=True)

@@ -17,6 +17,7 @@ import pytest
 from cases import line
 from devices import need_devices
 from jax.experimental import io_callback
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from processes import python
 
@@ -53,9 +54,9 @@ def test_the_order_of_the_programs(started: Started, capsys: pytest.CaptureFixtu
     programs: list[str] = []
 
     @contextlib.contextmanager
-    def accelerate() -> Iterator[None]:
+    def accelerate(*, auto: bool) -> Iterator[None]:
         programs[-1] = "A"
-        with jax_intranode.accelerate():
+        with jax_intranode.accelerate(auto=auto):
             yield
 
     comparison = started(accelerate=accelerate)
@@ -177,6 +178,17 @@ def test_a_program_that_the_script_compiles_itself(
     err = capsys.readouterr().err
     assert f" {STEPS} calls" in err and "replaced: 1 psum (one_shot)" in err
     assert "results: all have the same values" in err
+
+
+def test_the_script_goes_on_as_it_was_compared(started: Started) -> None:
+    need_devices(2)
+    started(auto=True)
+    x = jax.device_put(jnp.ones((2, 4)), NamedSharding(line(2), P(None, "x")))
+    total = jax.jit(lambda x: x.sum(1))
+    for _ in range(STEPS + 2):
+        total(x)
+    text = jax.jit(lambda x: 2 * x.sum(1)).lower(x).as_text()
+    assert "jax_intranode_psum" in text
 
 
 def test_one_call_is_nothing_to_compare(

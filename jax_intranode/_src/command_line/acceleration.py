@@ -1,7 +1,6 @@
 """What `run` does in the script's process: its options, and what they switch on."""
 
 import argparse
-import functools
 import os
 from collections.abc import Sequence
 
@@ -46,7 +45,6 @@ def begin(options: argparse.Namespace) -> None:
     if options.compare:
         from jax_intranode._src.command_line import compare
 
-        accelerate = functools.partial(jax_intranode.accelerate, auto=options.auto)
-        compare.start(options.steps or STEPS, accelerate)
+        compare.start(options.steps or STEPS, options.auto)
     else:
         jax_intranode.install(auto=options.auto)

@@ -46,14 +46,19 @@ _HARMLESS = ("DebugEffect", "OrderedDebugEffect")
 _current: "Comparison | None" = None
 
 
-def start(steps: int, accelerate: Callable[[], Any] = jax_intranode.accelerate) -> "Comparison":
+def start(
+    steps: int,
+    auto: bool = False,
+    accelerate: Callable[..., Any] = jax_intranode.accelerate,
+) -> "Comparison":
     """Lets the functions that are jitted from now on be compared.
 
     Args:
+        auto: that of `accelerate` and, after the report, of `install`.
         accelerate: returns the context of accelerated calls.
     """
     global _current
-    _current = Comparison(steps, accelerate)
+    _current = Comparison(steps, auto, accelerate)
     _current.patch()
     return _current
 
@@ -165,10 +170,11 @@ class _Compiled(_Instead):
 
 
 class Comparison:
-    def __init__(self, steps: int, accelerate: Callable[[], Any]) -> None:
+    def __init__(self, steps: int, auto: bool, accelerate: Callable[..., Any]) -> None:
         self._steps = steps
         self._block = max(1, steps // 8)
-        self.accelerate = accelerate
+        self._auto = auto
+        self.accelerate = functools.partial(accelerate, auto=auto)
         self._functions: dict[Any, _Function] = {}
         self._thread = threading.main_thread().ident  # another one may have imported JAX
         self._compiles = 0
@@ -239,7 +245,7 @@ class Comparison:
             self._end()
             self._report(function)
             _say("the script goes on, accelerated")
-            jax_intranode.install()
+            jax_intranode.install(auto=self._auto)
         return result
 
     def _call_timed(

@@ -1,7 +1,8 @@
 """Peer buffers: named memory that the ranks of a group share, for kernels of users.
 
 The kernels are in a library of the user's, which is compiled against the headers in
-`get_include()`. Its FFI handlers look a buffer up by its name, which is all that the HLO holds.
+`get_include()`. Its FFI handlers look a buffer up by its name. The HLO has no address, but this
+name and a text for messages.
 A buffer is allocated when it is made, by all processes together, and never at execution.
 """
 
@@ -251,7 +252,7 @@ def peer_buffer(
     loaded. It blocks until they have, for at most JAX_INTRANODE_TIMEOUT_S, and at most 5 minutes.
     Groups are those that ``psum`` over the same axes has: 2 to 8 devices of one host.
 
-    JAX_INTRANODE_PEER_BUFFERS_MIB limits the buffers of a device. ``shutdown`` ends all of them.
+    JAX_INTRANODE_PEER_BUFFERS_MIB limits the buffers of each set of devices. ``shutdown`` ends all.
     A second call with the same arguments returns the same buffer.
 
     Args:

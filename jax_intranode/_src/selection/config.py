@@ -130,8 +130,8 @@ class Config:
         256,
         "`0` or a positive integer",
         "256",
-        "the most MiB of memory per device for the open buffers of `peer_buffer`; they are "
-        "allocated one by one",
+        "the most MiB of memory per device, for each different set of devices, for the open "
+        "buffers of `peer_buffer`; they are allocated one by one",
         _positive(int, or_zero=True),
     )
     timeout_s: float = _variable(

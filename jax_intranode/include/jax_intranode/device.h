@@ -14,8 +14,8 @@
 #define JAX_INTRANODE_HOST_FN inline
 #endif
 
-// The rare end of a wait is compiled as a call. A kernel that must not call functions defines this
-// macro otherwise.
+// The rare end of a wait is compiled as a call. One of our kernels that must not call functions
+// defines this macro otherwise.
 #ifndef JAX_INTRANODE_GIVE_UP_FN
 #define JAX_INTRANODE_GIVE_UP_FN __device__ __noinline__
 #endif

@@ -17,7 +17,7 @@ from bench_programs import definitions as programs
 from bench_programs import measure as measure_program
 from bench_settings import RunHere, mesh_of_two, settings_of
 from jax.sharding import PartitionSpec
-from tiers import full, quick
+from tiers import full
 
 import jax_intranode
 from jax_intranode._src.command_line import machine
@@ -77,9 +77,6 @@ def documented(kind: str) -> set[str]:
     table = PAGE.read_text().partition(f"A row of a {kind}")[2].partition("A row of")[0]
     keys = [line.split(" | ")[0] for line in table.splitlines() if line.startswith("| `")]
     return set(re.findall("`([a-z0-9_]+)`", "".join(keys)))
-
-
-QUICK_PROGRAMS = ("mlp_block",)  # the full tier also runs the others
 
 
 @pytest.mark.parametrize(
@@ -194,7 +191,8 @@ def test_matmuls_on_the_cpu(
         assert row["bound_us"] is row["share"] is row["lax_share"] is None
 
 
-@pytest.mark.parametrize("name", quick(programs.PROGRAMS, QUICK_PROGRAMS))
+@pytest.mark.full
+@pytest.mark.parametrize("name", programs.PROGRAMS)
 def test_whole_programs_on_the_cpu(name: str, tmp_path: Path, run_here: RunHere) -> None:
     command = f"{name} --platform cpu --mode single-process --devices 2 -n 1 -w 0 --chain 1"
     code, out, err = run_here(f"tools/bench.py {command} --json {tmp_path}/rows.json")
@@ -207,6 +205,7 @@ def test_whole_programs_on_the_cpu(name: str, tmp_path: Path, run_here: RunHere)
     assert row["difference"] < 0.1
 
 
+@pytest.mark.full
 def test_ranks_end_with_the_benchmark(tmp_path: Path) -> None:
     command = "-m jax_intranode bench psum --platform cpu --mode single-process -n 100000"
     bench = subprocess.Popen(

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 from processes import python
+from tiers import full
 
 from jax_intranode._src.selection import config
 
@@ -137,10 +138,10 @@ COMMUNICATE = "communicate through jax_intranode"
 @pytest.mark.parametrize(
     ("log", "root", "wanted"),
     [
-        ("", "", []),
-        ("fallbacks", "", ["INFO:jax_intranode.fallbacks:psum at "]),
+        full("", "", []),
+        full("fallbacks", "", ["INFO:jax_intranode.fallbacks:psum at "]),
         ("fallbacks", "root", [OF_PROGRAM]),
-        ("fallbacks", "jax_intranode.fallbacks", [OF_PROGRAM]),
+        full("fallbacks", "jax_intranode.fallbacks", [OF_PROGRAM]),
         ("fallbacks", "replaced", ["INFO:jax_intranode.fallbacks:psum at "]),
         ("info", "", ["INFO:jax_intranode.fallbacks:psum at ", "INFO:jax_intranode:Devices "]),
     ],

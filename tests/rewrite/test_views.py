@@ -23,7 +23,7 @@ def chains(draw: st.DrawFn) -> list[tuple[int, ...]]:
     return found
 
 
-@settings(deadline=None)
+@settings(deadline=None, max_examples=40)
 @given(chains())
 def test_a_chain_is_one_arrangement(chain: list[tuple[int, ...]]) -> None:
     shape, *steps = chain
@@ -41,7 +41,7 @@ def test_a_chain_is_one_arrangement(chain: list[tuple[int, ...]]) -> None:
     assert views.in_order(*dims) == bool((np.diff(array.ravel()) == 1).all())
 
 
-@settings(deadline=None)
+@settings(deadline=None, max_examples=40)
 @given(st.sampled_from(SHAPES), st.sampled_from([1, 2, 3, 4, 6, 12]), st.data())
 def test_digits(shape: tuple[int, ...], stride: int, data: Any) -> None:
     size = data.draw(st.sampled_from([n for n in (1, 2, 3, 4, 6, 12) if 12 % (n * stride) == 0]))

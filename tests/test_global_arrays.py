@@ -2,6 +2,7 @@
 
 import contextlib
 import logging
+import math
 import re
 from typing import Any
 from unittest import mock
@@ -15,7 +16,7 @@ from collective_matmuls import collectives, float32_products, same, with_gradien
 from devices import need_devices
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
-from tiers import full, quick
+from tiers import full
 
 from jax_intranode import (
     all_gather_matmul,
@@ -28,8 +29,6 @@ from jax_intranode import (
 from jax_intranode._src.ops import fallback
 
 AUTO, EXPLICIT = AxisType.Auto, AxisType.Explicit
-MOSTLY_EXPLICIT = pytest.mark.parametrize("kind", [full(AUTO), EXPLICIT], ids=["auto", "explicit"])
-TYPES = pytest.mark.parametrize("kind", [AUTO, EXPLICIT], ids=["auto", "explicit"])
 
 
 def line(kind: AxisType = AUTO) -> Mesh:
@@ -84,54 +83,66 @@ EVERY = pytest.mark.parametrize("name", CALLS)
 
 # Values, gradients and shardings.
 
+ONE = (min(4, len(jax.devices())),)
+# The lengths of "model", or of "data" and "model"; their types; how the mesh is given; the dtype.
+MESHES = [
+    (ONE, (AUTO,), "set_mesh", "float32"),
+    (ONE, (EXPLICIT,), "set_mesh", "float32"),
+    full(ONE, (AUTO,), "set_mesh", "bfloat16"),
+    full(ONE, (AUTO,), "with", "float32"),
+    full(ONE, (AUTO,), "argument", "float32"),
+    (ONE, (EXPLICIT,), "with", "float32"),
+    (ONE, (EXPLICIT,), "argument", "float32"),
+    full((2, 2), (AUTO, AUTO), "set_mesh", "float32"),
+    ((2, 2), (EXPLICIT, EXPLICIT), "set_mesh", "float32"),
+    ((2, 2), (EXPLICIT, AUTO), "set_mesh", "float32"),
+    full((1, 2), (AUTO, AUTO), "set_mesh", "float32"),  # an axis of one device needs no name
+    ((2, 1), (AUTO, AUTO), "set_mesh", "float32"),  # a group of one device sends nothing
+]
 
-@TYPES
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of `with mesh:`
 @EVERY
-@pytest.mark.parametrize("dtype", ["float32", full("bfloat16")])
-def test_as_the_product_of_global_arrays(name: str, kind: AxisType, dtype: str) -> None:
+@pytest.mark.parametrize(("shape", "kinds", "context", "dtype"), MESHES)
+def test_as_the_product_of_global_arrays(
+    name: str, shape: tuple[int, ...], kinds: tuple[AxisType, ...], context: str, dtype: str
+) -> None:
+    """On a mesh of data and model no operand is gathered over data: the shard_map is all manual."""
+    need_devices(math.prod(shape))
     f, of_x, of_w, of_y = CALLS[name]
-    mesh = line(kind)
-    with jax.set_mesh(mesh):
-        x, w = values(mesh, ((2, 8, 12), P(*of_x)), ((12, 16), P(*of_w)), dtype=dtype)
-        y, gradients = jax.jit(with_gradients(f))(x, w)
-        eager = f(x, w)
-        assert all(call.algorithm != "lax" for call in explain(f)(x, w))
+    mesh = make_mesh(shape, ("data", "model")[-len(shape) :]).update(axis_types=kinds)
+    rows = "data" if "data" in mesh.shape else None
+    of: dict[str, Any] = {"mesh": mesh} if context == "argument" else {}
+    if mesh.shape.get("data", 1) > 1 and kinds[0] is AUTO:
+        of["batch_axes"] = "data"
+    with jax.set_mesh(mesh) if context == "set_mesh" else contextlib.ExitStack() as entered:
+        if context == "with":
+            entered.enter_context(mesh)
+        specs = P(rows, *of_x[1:]), P(*of_w)
+        x, w = values(mesh, ((4, 8, 12), specs[0]), ((12, 16), specs[1]), dtype=dtype)
+
+        def call(x: Any, w: Any) -> Any:
+            return f(x, w, **of)
+
+        program = with_gradients(call)
+        y, gradients = jax.jit(program)(x, w)
+        eager, calls = call(x, w), explain(program)(x, w)
     expected = with_gradients(product)(np.asarray(x), np.asarray(w))
     tolerance = 2e-5 if dtype == "float32" else 0.03
     same((y, gradients), expected, tolerance)
     same(eager, expected[0], tolerance)
-    assert y.sharding.is_equivalent_to(NamedSharding(mesh, P(*of_y)), 3)
-    for gradient, operand in zip(gradients, (x, w), strict=True):
-        assert gradient.sharding.is_equivalent_to(operand.sharding, operand.ndim)
-
-
-@pytest.mark.parametrize(
-    "kinds",
-    [full((AUTO, AUTO)), (EXPLICIT,) * 2, (EXPLICIT, AUTO)],
-    ids=str,
-)
-@EVERY
-def test_with_batch_axes(name: str, kinds: tuple[AxisType, ...]) -> None:
-    """On a mesh of data and model no operand is gathered over data: the shard_map is all manual."""
-    f, of_x, of_w, of_y = CALLS[name]
-    mesh = grid(*kinds)
-    of = {"batch_axes": "data"} if kinds[0] is AUTO else {}
-    with jax.set_mesh(mesh):
-        specs = P("data", *of_x[1:]), P(*of_w)
-        x, w = values(mesh, ((4, 8, 12), specs[0]), ((12, 16), specs[1]))
-        program = with_gradients(lambda x, w: f(x, w, **of))
-        y, gradients = jax.jit(program)(x, w)
-        calls = explain(program)(x, w)
-    same((y, gradients), with_gradients(product)(np.asarray(x), np.asarray(w)))
-    assert y.sharding.is_equivalent_to(NamedSharding(mesh, P("data", *of_y[1:])), 3)
-    over_model = [call for call in calls if call.axes == ("model",)]
-    assert over_model and all(call.algorithm != "lax" for call in over_model)
-    assert all(call.group_size == 2 for call in calls)
+    assert y.sharding.is_equivalent_to(NamedSharding(mesh, P(rows, *of_y[1:])), 3)
+    if not rows:
+        for gradient, operand in zip(gradients, (x, w), strict=True):
+            assert gradient.sharding.is_equivalent_to(operand.sharding, operand.ndim)
+    ours = {c.algorithm != "lax" and c.group_size for c in calls if c.axes == ("model",)}
+    assert ours == ({mesh.shape["model"]} if mesh.shape["model"] > 1 else {False}), calls
     # The gradient of w, which is the same for all of the batch, is JAX's sum.
-    assert {call.algorithm for call in calls if call.axes == ("data",)} == {"lax"}
+    over_data = {c.algorithm for c in calls if c.axes == ("data",)}
+    assert over_data == ({"lax"} if mesh.shape.get("data", 1) > 1 else set()), calls
 
 
-@TYPES
+@pytest.mark.parametrize("kind", [AUTO, EXPLICIT], ids=["auto", "explicit"])
 def test_operands_that_are_sharded_in_another_way(kind: AxisType) -> None:
     """Weights that are divided over data (FSDP), or not at all, are resharded."""
     mesh = grid(kind, kind)
@@ -198,42 +209,7 @@ def test_a_mesh_axis_that_is_not_named_falls_back(caplog: pytest.LogCaptureFixtu
             caplog.clear()
 
 
-@pytest.mark.parametrize("size", [full("data"), "model"])
-def test_axes_of_size_one(size: str) -> None:
-    """An axis of one device needs no name; a group of one device sends nothing."""
-    mesh = make_mesh((1, 2) if size == "data" else (2, 1), ("data", "model"))
-    of = {} if size == "data" else {"batch_axes": "data"}
-    with jax.set_mesh(mesh):
-        for f, of_x, of_w, _ in CALLS.values():
-            x, w = values(mesh, ((4, 8, 12), P("data", *of_x[1:])), ((12, 16), P(*of_w)))
-            program = with_gradients(lambda x, w, f=f: f(x, w, **of))
-            same(jax.jit(program)(x, w), with_gradients(product)(np.asarray(x), np.asarray(w)))
-            if size == "data":
-                assert all(call.algorithm != "lax" for call in explain(f)(x, w))
-
-
 # Where it is called.
-
-
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of `with mesh:`
-@pytest.mark.parametrize("name", quick(CALLS, ("row",)))
-@pytest.mark.parametrize("context", ["with", "argument"])
-@MOSTLY_EXPLICIT
-def test_mesh_in_context(name: str, context: str, kind: AxisType) -> None:
-    """The mesh of `with mesh:`, or of an argument. The tests above use jax.set_mesh."""
-    f, of_x, of_w, _ = CALLS[name]
-    mesh = line(kind)
-    x, w = values(mesh, ((2, 8, 12), P(*of_x)), ((12, 16), P(*of_w)))
-    of = {"mesh": mesh} if context == "argument" else {}
-    with mesh if context == "with" else contextlib.nullcontext():
-
-        def call(x: Any, w: Any) -> Any:
-            return f(x, w, **of)
-
-        for g in (call, jax.jit(call), jax.jit(with_gradients(call))):
-            expected = product(np.asarray(x), np.asarray(w))
-            same(jax.tree.leaves(g(x, w))[0], expected)
-        assert all(call.algorithm != "lax" for call in explain(call)(x, w))
 
 
 def test_one_program_over_another_order_of_devices() -> None:

@@ -5,17 +5,7 @@ from unittest import mock
 
 import jax
 import numpy as np
-from cases import (
-    case,
-    check,
-    everywhere,
-    float32_products,
-    line,
-    oracle,
-    put,
-    random,
-    sharded,
-)
+from cases import case, check, everywhere, float32_products, line, oracle, put, random, sharded
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 

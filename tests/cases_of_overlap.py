@@ -26,9 +26,7 @@ from overlapped_cases import (
     overlapped,
     zeros_and_ones,
 )
-from overlapped_cases import (
-    CASES as CASES,
-)
+from overlapped_cases import CASES as CASES
 
 import jax_intranode
 from jax_intranode._src.native import extension

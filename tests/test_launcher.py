@@ -15,10 +15,7 @@ from processes import assert_gone
 
 from jax_intranode._src.command_line.launcher import own_files
 from jax_intranode._src.command_line.launcher.rank import connect, rank_env
-from jax_intranode._src.command_line.launcher.runs import (
-    RankError,
-    run_ranks,
-)
+from jax_intranode._src.command_line.launcher.runs import RankError, run_ranks
 from jax_intranode._src.command_line.launcher.service import coordination_service
 
 pytestmark = pytest.mark.one_version

@@ -1,4 +1,4 @@
-"""moe_dispatch and moe_combine: dropped rows, odd operands, errors, and where lax runs them.
+"""moe_dispatch and moe_combine: dropped rows, odd operands, and where lax runs them.
 
 cases_of_experts.py compares their results with NumPy's, for random routings; the contract has
 gradients and transformations.
@@ -239,37 +239,3 @@ def test_room_for_all_is_logged(caplog: Any, monkeypatch: pytest.MonkeyPatch) ->
         "capacity=None has room for all tokens",
         lines[0],
     )
-
-
-# Errors.
-
-
-@pytest.mark.parametrize(
-    ("change", "options", "error", "text"),
-    [
-        (lambda x, i, w: (x, i, w), {"num_experts": 5}, ValueError, "num_experts is 5; .* 2"),
-        (lambda x, i, w: (x, i, w), {"num_experts": 2.5}, TypeError, "num_experts is 2.5"),
-        (lambda x, i, w: (x, i, w), {"num_experts": 4, "capacity": 0}, ValueError, "capacity is 0"),
-        (lambda x, i, w: (x, i, w[:, :1]), {"num_experts": 4}, ValueError, r".* weights \(6, 1\)"),
-        (lambda x, i, w: (x[0], i, w), {"num_experts": 4}, ValueError, r"tokens has the shape"),
-        (lambda x, i, w: (x, w, w), {"num_experts": 4}, TypeError, "expert_ids has .* float32"),
-        (lambda x, i, w: (i, i, w), {"num_experts": 4}, TypeError, "tokens has .* int32"),
-    ],
-)
-def test_wrong_arguments(change: Any, options: Any, error: Any, text: str) -> None:
-    def body(*xs: Any) -> Any:
-        return jax_intranode.moe_dispatch(*change(*xs), "x", **options)[0]
-
-    with pytest.raises(error, match=f"moe_dispatch: {text}"):
-        program(body)(*operands()[:3])
-
-
-def test_wrong_state() -> None:
-    with pytest.raises(TypeError, match="moe_combine: state is a tuple"):
-        jax_intranode.moe_combine(jnp.ones((2, 2)), ())  # type: ignore[arg-type]
-
-
-def test_unbound_axis() -> None:
-    x, ids, weights, _ = operands()
-    with pytest.raises(NameError, match="unbound axis name"):
-        jax_intranode.moe_dispatch(x, ids, weights, "x", num_experts=EXPERTS)

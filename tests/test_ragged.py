@@ -107,20 +107,6 @@ def test_vmap_of_shard_map(library: Any, batch: int) -> None:
 # Errors that lax does not have.
 
 
-@pytest.mark.parametrize(
-    ("change", "text"),
-    [
-        (lambda xs: [xs[0].astype(np.float32), *xs[1:]], "operand is float32, output is int32"),
-        (lambda xs: [xs[0][..., None], *xs[1:]], r"operand has the shape \(3, 1\), output \(4,\)"),
-        (lambda xs: [*xs[:2], *(t[:, :1] for t in xs[2:])], "1 updates for 2 ranks"),
-        (lambda xs: [*xs[:5], np.tile(xs[5], 2)], "different lengths: .* recv_sizes 4"),
-    ],
-)
-def test_errors_while_tracing(change: Any, text: str) -> None:
-    with pytest.raises(ValueError, match=text):
-        program(2)(*change([OPERAND, OUTPUT, *TABLES]))
-
-
 def test_groups_of_different_sizes() -> None:
     need_devices(3)
     xs = [np.zeros((3, *x.shape[1:]), x.dtype) for x in (OPERAND, OUTPUT, *TABLES)]

@@ -6,7 +6,7 @@ multiprocess/test_own_kernels.py.
 """
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +54,17 @@ def of_global_arrays(call: Callable[[], Any]) -> Callable[[], Any]:
 
 def rms(x: Any, residual: Any, weight: Any, eps: Any = 1e-6, **options: Any) -> Any:
     return jin.psum_residual_rms_norm(x, residual, weight, "model", eps=eps, **options)[0]
+
+
+def dispatch(x: Any, ids: Any = None, weights: Any = None, **options: Any) -> Any:
+    ids = x.astype(int) if ids is None else ids
+    weights = x if weights is None else weights
+    return jin.moe_dispatch(x, ids, weights, "model", **{"num_experts": 4, **options})[0]
+
+
+def ragged(x: Any, output: Any, lengths: Sequence[int] = (2, 2, 2, 2)) -> Any:
+    tables = (jnp.zeros(length, jnp.int32) for length in lengths)
+    return jin.ragged_all_to_all(x, output, *tables, axis_name="model")
 
 
 X, W = np.ones((8, 12), np.float32), np.ones((12, 16), np.float32)
@@ -140,6 +151,19 @@ INSIDE: list[Refused] = [
     (lambda x, w: rms(x[0, 0], w[0, 0], w[0]), ValueError, "needs 1 dimension"),
     (lambda x, w: rms(x, x, w[0]), ValueError, "residual varies over the axes"),
     (lambda x, w: rms(x, w, x[0]), ValueError, "weight varies over the axes"),
+    (lambda x, w: dispatch(x, num_experts=5), ValueError, "moe_dispatch: num_experts is 5;|2"),
+    (lambda x, w: dispatch(x, num_experts=2.5), TypeError, "moe_dispatch: num_experts is 2.5"),
+    (lambda x, w: dispatch(x, capacity=0), ValueError, "moe_dispatch: capacity is 0"),
+    (lambda x, w: dispatch(x, weights=x[:, :1]), ValueError, "moe_dispatch: | weights (4, 1)"),
+    (lambda x, w: dispatch(x[0], w.astype(int), w), ValueError, "moe_dispatch: tokens has the sha"),
+    (lambda x, w: dispatch(x, x), TypeError, "moe_dispatch: expert_ids has |float32"),
+    (lambda x, w: dispatch(x.astype(int), weights=x), TypeError, "moe_dispatch: tokens has |int32"),
+    (lambda x, w: ragged(x.astype("float16"), x), ValueError,
+     "operand is float16, output is float32"),
+    (lambda x, w: ragged(x[..., None], x), ValueError,
+     "operand has the shape (4, 4, 1), output (4, 4)"),
+    (lambda x, w: ragged(x, x, (1, 1, 1, 1)), ValueError, "1 updates for 2 ranks"),
+    (lambda x, w: ragged(x, x, (2, 2, 2, 4)), ValueError, "different lengths: |recv_sizes 4"),
 ]
 OF_GLOBAL_ARRAYS: list[Refused] = [
     (lambda: jin.column_parallel_matmul(X, W, "tensor"), NameError,
@@ -176,6 +200,9 @@ OUTSIDE: list[Refused] = [
      "jax_intranode.psum|model|call it inside a jax.shard_map"),
     (lambda: jin.initialize((2,)), TypeError,
      "jax_intranode.initialize|(2,)|pass a jax.sharding.Mesh"),
+    (lambda: jin.moe_combine(X, ()), TypeError, "moe_combine: state is a tuple"),
+    (lambda: jin.moe_dispatch(X, X.astype(int), X, "x", num_experts=4), NameError,
+     "unbound axis name"),
     (lambda: jin.explain(3), TypeError, "jax_intranode.explain|got 3|pass a function"),
     (lambda: jin.column_parallel_matmul(X, W, "model"), NameError,
      "column_parallel_matmul acts on | jax.set_mesh|axes of the mesh in context: none"),

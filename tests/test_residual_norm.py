@@ -17,7 +17,7 @@ from tiers import full
 import jax_intranode
 from jax_intranode._src import reasons
 from jax_intranode._src.native import definitions
-from jax_intranode._src.selection import select
+from jax_intranode._src.selection import select, table
 
 # The quick tier runs these of the cases that come in many dtypes and algorithms.
 QUICK = {
@@ -139,3 +139,30 @@ def test_selection() -> None:
     assert chosen(1, 1024, epoch_buffer_bytes=2048, algorithm="two_shot").algorithm == (
         "one_shot_rms_norm"
     )
+
+
+TUNED = table.Tuned(
+    {("multi", "psum_residual_rms_norm", "bare", 8): (table.Row(8192, "x", 1, 1),)}, ""
+)
+
+
+@pytest.mark.parametrize(
+    ("rows", "hidden", "changed", "fuses"),
+    [
+        *((rows, 8192, {}, True) for rows in (1, 16, 64)),
+        *((rows, hidden, {}, False) for rows, hidden in ((65, 8192), (1, 4095), (1, 8193))),
+        (1, 4096, {"dtype": "float32"}, False),
+        (1, 4096, {"mode": "single"}, False),
+        (1, 4096, {"world_size": 4}, False),
+        (1, 4096, {"hardware": "cpu"}, False),
+        (2, 2048, {"tuned": TUNED}, True),
+        (2, 2049, {"tuned": TUNED}, False),
+    ],
+)
+def test_norms_that_unedited_programs_fuse(
+    rows: int, hidden: int, changed: dict[str, Any], fuses: bool
+) -> None:
+    facts = {"dtype": "bfloat16", "world_size": 2, "hardware": "hopper", "mode": "multi"} | changed
+    nbytes = rows * hidden * np.dtype(facts["dtype"]).itemsize
+    of: Any = {"nbytes": nbytes, "hidden": hidden, **facts}
+    assert table.fuses_norm("psum_residual_rms_norm", **of) is fuses

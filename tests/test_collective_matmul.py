@@ -14,7 +14,6 @@ from collective_matmuls import (  # noqa: F401
     GATHER,
     MOSTLY_CHECKED,
     SCATTER,
-    SUM,
     N,
     collectives,
     float32_products,

@@ -13,16 +13,13 @@ from cases import line, sharded
 from jax import lax
 from jax.sharding import PartitionSpec as P
 from lowered import compare_lowered
-from models import OF_LAX
+from models import OF_LAX, gated_mlp
 from rewritten_matmuls import (  # noqa: F401
     AG,
     COLUMNS,
-    HV,
     IS_OVERLAPPED,
     ROWS,
     RS,
-    W_SHARD,
-    X_SHARD,
     XW,
     F,
     H,
@@ -33,10 +30,8 @@ from rewritten_matmuls import (  # noqa: F401
     X,
     check_values,
     gather,
-    golden,
     normal,
     overlapped,
-    scatter,
 )
 from test_rewriting import names, rewritten
 
@@ -49,8 +44,7 @@ from jax_intranode._src.rewrite.collectives import Body
 
 
 def layer(x: Any, w: Any, u: Any, v: Any) -> Any:
-    whole = gather(x)
-    return x + scatter((jnp.tanh(whole @ w) * (whole @ u)) @ v)
+    return x + gated_mlp(lax, x, w, u, v, act=jnp.tanh)
 
 
 def loss(*args: Any) -> Any:

@@ -4,7 +4,7 @@ A row is a function of a library, `jax_intranode` or `jax.lax`. It builds and ru
 returns what a user can see of them: arrays, types, errors.
 
 All data are small integers, whatever their type: sums are exact in any order, and both libraries
-have to give the same bits.
+have to give the same bits. Rows with a tolerance have other data.
 """
 
 import dataclasses

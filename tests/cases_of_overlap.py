@@ -14,7 +14,7 @@ import pytest
 from cases import check, check_like, everywhere, line, put, sharded
 from jax import lax
 from jax.sharding import PartitionSpec as P
-from models import OF_LAX, gated_mlp
+from models import OF_LAX
 from overlapped_cases import (
     ALL,
     PLANS,
@@ -171,80 +171,6 @@ def overlapped_sums_as_any_arrays(dtype: str, plan: str) -> None:
     for _ in range(100):
         again = [cases.bits(np.asarray(s.data)) for s in program(*arrays).addressable_shards]
         assert all((a == b).all() for a, b in zip(before, again, strict=True))
-
-
-@case(check_vma=(True, False), plan=("pieces", "fused", "fused_256"))
-def overlapped_all_reduce_transformed(check_vma: bool, plan: str) -> None:
-    """Gradients and batches over each axis and both; rows that only together can be split."""
-    devices = len(jax.devices())
-    mesh = cases.make_mesh((2, devices // 2), ("a", "x")) if devices >= 4 else line()
-    over: list[Any] = ["x", *(["a", ("a", "x")] if devices >= 4 else [])]
-    n = mesh.size
-    shapes = [(n, n // 2, 6, 64), (n, 64, 72)] * 2
-    values = [zeros_and_ones(40 + k, *shape) for k, shape in enumerate(shapes)]
-
-    def program(lib: Any) -> Any:
-        def body(x: Any, w: Any, dx: Any, dw: Any, one: Any) -> Any:
-            results = []
-            for axes in over:
-
-                def f(x: Any, w: Any, axes: Any = axes) -> Any:
-                    return lib.matmul_all_reduce(x, w, axes)
-
-                results += jax.jvp(f, (x[0], w[0]), (dx[0], dw[0]))
-                y, pull_back = jax.vjp(f, x[0], dw[0])
-                results += pull_back(y % 3)
-                results.append(jax.vmap(f, (2, None))(jnp.stack([x[0], dx[0]], 2), w[0]))
-            return [(v * one[0])[None] for v in results]
-
-        return sharded(body, mesh, P(mesh.axis_names), P(mesh.axis_names), check_vma)
-
-    values.append(np.ones(n, np.float32))
-    arrays = [put(mesh, P(mesh.axis_names), v.astype(jnp.bfloat16)) for v in values]
-    theirs = jax.jit(program(OF_LAX))(*arrays)
-    check_like(overlapped(program(jax_intranode), arrays, plan)(*arrays), theirs, 0)
-
-
-@case(check_vma=(True, False), how=("plain", "remat", "scan"), plan=("pieces", "fused", "wgrad"))
-def overlapped_gradients(check_vma: bool, how: str, plan: str) -> None:
-    """Gradients of a block are as close to float32's as lax's are; under remat and scan, too."""
-    mesh = line()
-    n = mesh.size
-    shapes = ((2, 16 * n, 64), (64, 32 * n), (64, 32 * n), (32 * n, 64))
-    specs = (P(None, "x"), P(None, "x"), P(None, "x"), P("x"))
-    values = [cases.random("float32", shape, 30 + k) / 8 for k, shape in enumerate(shapes)]
-
-    def gradient(lib: Any) -> Any:
-        block = functools.partial(gated_mlp, lib)
-        if how == "remat":
-            block = jax.checkpoint(block)
-
-        def twice(x: Any, *ws: Any) -> Any:
-            if how == "scan":
-                return lax.scan(lambda x, _: (x + block(x, *ws), None), x, length=2)[0]
-            return block(x + block(x, *ws), *ws)
-
-        f = sharded(twice, mesh, specs, P(None, "x"), check_vma)
-        return lambda *args: jax.value_and_grad(
-            lambda *args: (f(*args).astype(jnp.float32) ** 2).mean(), argnums=(0, 1, 2, 3)
-        )(*args)
-
-    short = [put(mesh, s, v.astype(jnp.bfloat16)) for s, v in zip(specs, values, strict=True)]
-    wide = [put(mesh, s, v) for s, v in zip(specs, values, strict=True)]
-    # One call each for the all-gather and the reduce-scatter, in both blocks or in the scan's body.
-    calls = 2 if how == "scan" else 4
-    ours = both_gradients(gradient(jax_intranode), short, plan, calls)(*short)
-    lax_short = jax.jit(gradient(OF_LAX))(*short)
-    exact = jax.jit(gradient(OF_LAX))(*wide)
-
-    # As close to the gradients in float32 as lax's, except for chance in rounding.
-    def distance(a: Any, b: Any) -> float:
-        pairs = zip(a.addressable_shards, b.addressable_shards, strict=True)
-        return max(float(np.abs(np.asarray(s.data, np.float32) - t.data).max()) for s, t in pairs)
-
-    for got, by_lax, want in zip(*map(jax.tree.leaves, (ours, lax_short, exact)), strict=True):
-        scale = max(float(np.abs(np.asarray(s.data)).max()) for s in want.addressable_shards)
-        assert distance(got, want) <= 2 * distance(by_lax, want) + 2.0**-8 * scale
 
 
 @case(rows=(1, 127, 129, 384), plan=("fused", "fused_224", "wgrad", *WGRAD))

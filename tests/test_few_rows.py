@@ -400,27 +400,3 @@ def test_values_on_gpus(k: int, n: int, dtype: str, monkeypatch: pytest.MonkeyPa
             np.testing.assert_array_equal(found.view("uint16"), wanted[:rows].view("uint16"))
     (alone, *_) = run("matmul_all_reduce", x[MOST - 1 :])
     np.testing.assert_array_equal(alone.view("uint16"), wanted[MOST - 1 :].view("uint16"))
-
-
-def test_many_calls_in_a_program_on_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Sums follow each other, and other collectives, in eager, captured and replayed executions."""
-    need_hopper()
-    monkeypatch.setattr(table, "FEW_ROWS", any_rows())
-
-    def body(x: Any, w: Any) -> Any:
-        for _ in range(5):
-            x = matmul_all_reduce(x, w, "x") / 8
-            x = jax_intranode.psum(x, "x") / N
-        return x
-
-    def plain(x: Any, w: Any) -> Any:
-        for _ in range(5):
-            x = lax.psum(x @ w, "x") / 8
-            x = lax.psum(x, "x") / N
-        return x
-
-    w = bf16(256, 256, seed=1)
-    ours, lax_s = (jax.jit(over_x(f, (P(), P()), P(), False)) for f in (body, plain))
-    for seed in range(6):
-        x = bf16(1 + seed % 2 * 16, 256, seed=seed)
-        same(ours(x, w), lax_s(x, w), 0.05)

@@ -71,28 +71,6 @@ def test_ring_attention(n: int, check_vma: bool) -> None:
     check_close(loss(f)(*qkv), loss(attention)(*qkv))
 
 
-# A softmax over a divided vocabulary: its largest logit is a pmax.
-
-
-@pytest.mark.parametrize("n", WORLDS)
-def test_softmax_over_a_divided_vocabulary(n: int) -> None:
-    need_devices(n)
-    logits = normal(4, 8 * n) * 30
-
-    def body(v: Any) -> Any:
-        top = jax_intranode.pmax(lax.stop_gradient(v).max(-1, keepdims=True), "x")
-        weights = jnp.exp(v - top)
-        return weights / jax_intranode.psum(weights.sum(-1, keepdims=True), "x")
-
-    f = sharded(body, line(n), P(None, "x"), P(None, "x"), True)
-
-    def loss(g: Any) -> Any:
-        return jax.jit(jax.value_and_grad(lambda v: (g(v) ** 2).sum()))
-
-    assert ("pmax", "one_shot_max") in our_calls(f, logits)
-    check_close(loss(f)(logits), loss(jax.nn.softmax)(logits))
-
-
 # GPipe: in each step every stage computes a microbatch and sends the result to the next stage.
 
 

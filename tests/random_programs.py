@@ -6,6 +6,7 @@ from unittest import mock
 
 import jax
 import numpy as np
+import pytest
 from cases import (
     EXTREMES,
     case,
@@ -133,6 +134,8 @@ REWRITTEN |= {"ragged_all_to_all": 60} | dict.fromkeys(stress_calls.MATMULS, 16)
 @ours_up_to(1 << 15)
 def rewritten_program(seed: int) -> None:
     """A chain of calls of jax.lax, in loops, branches and gradients, has our bits if rewritten."""
+    if jax.devices()[0].platform == "gpu":
+        pytest.skip("on GPUs some of them are left, where ours was not measured: see tests/stress")
     mesh = meshes()[seed % 3 % len(meshes())]
     if not takes_part(mesh):
         return

@@ -48,7 +48,7 @@ struct Plan {
   bool norm = false;  // unless it is an all-gather
 };
 
-using model::Flag, model::no_acquire;
+using model::Flag, model::no_acquire, model::no_release;
 Flag armed_late("armed_late"), idle_epochs("idle_epochs"), wrong_epoch("wrong_epoch"),
     no_segment_release("no_segment_release"), no_segment_acquire("no_segment_acquire"),
     short_segment("short_segment"), sent_early("sent_early"), no_reduce_fence("no_reduce_fence"),
@@ -313,7 +313,8 @@ class Sequence : public model::KernelModel {
       ArmLate(late);
       // Broken: a first kernel begins while the second one before it runs.
       const bool first = few_rows_ && block == blocks_ - 1, early = few_rows_ && first_early;
-      if (!(early && first)) EndKernel(rank, static_cast<int>(k), blocks_ - early, !no_acquire);
+      if (!(early && first))
+        EndKernel(rank, static_cast<int>(k), blocks_ - early, !no_acquire, !no_release);
       if (block == 0) EndOperation(rank, static_cast<int>(k));
     }
   }

@@ -66,33 +66,35 @@ struct MaybeBroken : Packets {
   }
 };
 
-// Words of each header that peers write: so many at this offset.
+// Words of each rank's header that others access: so many at this offset.
 struct HeaderWords {
   std::string name;
   size_t offset, count;
   uint32_t initial = 0;
 };
 
-// A run of operations on the regions of some ranks.
-class KernelModel {
+// The region of a rank: a header, of which the first bytes are the rank's own, and then words.
+struct Layout {
+  size_t header_bytes, own_bytes, data_bytes;
+  uint32_t empty;  // what the words behind the header are at the begin and at the end
+};
+
+// A program of ranks, each of which has a region.
+class RegionsModel {
  public:
-  // `first` is the first epoch.
-  KernelModel(int ranks, size_t epoch_buffer_bytes, uint32_t first, std::vector<HeaderWords> fields,
-              Options options = {})
+  RegionsModel(int ranks, const Layout& layout, std::vector<HeaderWords> fields, size_t objects = 0,
+               Options options = {})
       : ranks_(ranks),
-        epoch_buffer_bytes_(epoch_buffer_bytes),
+        layout_(layout),
         fields_(std::move(fields)),
         header_words_(WordsOf(fields_)),
-        words_of_rank_(header_words_ + 2 * epoch_buffer_bytes / 4),
-        machine_(ranks * words_of_rank_, jin::kEmpty, 0, options) {
-    const size_t region_bytes = jin::kHeaderBytes + 2 * epoch_buffer_bytes_;
+        words_of_rank_(header_words_ + layout.data_bytes / 4),
+        machine_(ranks * words_of_rank_, layout.empty, objects, options) {
     for (int r = 0; r < ranks_; ++r) {
-      memory_.push_back(std::make_unique<Aligned[]>(region_bytes / sizeof(Aligned) + 1));
-      memset(Region(r), 0, jin::kHeaderBytes);
-      for (uint32_t& epoch : Header(r)->epoch) epoch = first;
-      Header(r)->operations = first;
-      // What is the rank's own.
-      machine_.AddLocalMemory(Header(r), offsetof(jin::RegionHeader, peer_operation));
+      const size_t bytes = layout.header_bytes + layout.data_bytes;
+      memory_.push_back(std::make_unique<Aligned[]>(bytes / sizeof(Aligned) + 1));
+      memset(Region(r), 0, bytes);
+      if (layout.own_bytes > 0) machine_.AddLocalMemory(Region(r), layout.own_bytes);
       size_t word = r * words_of_rank_;
       for (const HeaderWords& field : fields_) {
         for (size_t i = 0; i < field.count; ++i) machine_.SetInitial(word++, field.initial);
@@ -101,22 +103,12 @@ class KernelModel {
     TheMemory() = {&machine_, [this](const void* at) { return WordAt(at); }};
     machine_.NameWords([this](size_t word) { return NameOf(word); });
   }
-  KernelModel(const KernelModel&) = delete;
+  RegionsModel(const RegionsModel&) = delete;
 
   Machine::Result Search() { return machine_.Search(); }
 
  protected:
   char* Region(int r) const { return reinterpret_cast<char*>(memory_[r].get()); }
-  jin::RegionHeader* Header(int r) const { return reinterpret_cast<jin::RegionHeader*>(Region(r)); }
-  template <class Group = ModelGroup>
-  Group GroupOf(int rank) const {
-    Group group{};
-    for (int r = 0; r < ranks_; ++r) group.region[r] = Region(r);
-    group.epoch_buffer_bytes = epoch_buffer_bytes_;
-    group.rank = rank;
-    group.size = ranks_;
-    return group;
-  }
 
   // So many threads of each rank run this, of a rank and a number.
   template <class Run>
@@ -127,10 +119,10 @@ class KernelModel {
 
   // The end of a kernel of so many threads orders all that they did before all that the next
   // kernel does. On the CPU a fence does the same (host/host_group.cc).
-  void EndKernel(int rank, int operation, int threads, bool acquires = true) {
+  void EndKernel(int rank, int operation, int threads, bool acquires = true, bool releases = true) {
     if (acquires) machine_.AcquireFence();
     machine_.Barrier(operation * ranks_ + rank, threads);
-    if (!no_release) machine_.ReleaseFence();
+    if (releases) machine_.ReleaseFence();
   }
 
   void FailResult(int operation, int rank, const std::string& name = "") {
@@ -138,20 +130,18 @@ class KernelModel {
                   " on rank " + std::to_string(rank));
   }
 
-  // All packets have been cleared, and the words of all headers but those of the first field.
-  void CheckEmpty(bool but_first = false) {
-    const size_t from = but_first ? fields_.at(0).count : 0;
+  // All data have been cleared, and the words of all headers but so many.
+  void CheckEmpty(size_t but_first = 0) {
     for (size_t word = 0; word < ranks_ * words_of_rank_; ++word) {
       const size_t in_rank = word % words_of_rank_;
-      const uint32_t empty = in_rank < header_words_ ? 0 : jin::kEmpty;
-      if (in_rank >= from && machine_.Newest(word) != empty) {
+      const uint32_t empty = in_rank < header_words_ ? 0 : layout_.empty;
+      if (in_rank >= but_first && machine_.Newest(word) != empty) {
         machine_.Fail("wrong: left full: " + NameOf(word));
       }
     }
   }
 
   const int ranks_;
-  const size_t epoch_buffer_bytes_;
 
  private:
   struct alignas(64) Aligned {
@@ -165,17 +155,15 @@ class KernelModel {
 
   long WordAt(const void* at) {
     for (int r = 0; r < ranks_; ++r) {
-      const long offset = static_cast<const char*>(at) - Region(r);
-      const long in_buffers = offset - static_cast<long>(jin::kHeaderBytes);
-      if (offset < 0 || in_buffers >= static_cast<long>(2 * epoch_buffer_bytes_)) continue;
+      const size_t offset = static_cast<const char*>(at) - Region(r);
+      if (offset >= layout_.header_bytes + layout_.data_bytes) continue;
       long word = r * words_of_rank_;
-      if (in_buffers >= 0) return word + header_words_ + in_buffers / 4;
+      if (offset >= layout_.header_bytes) {
+        return word + header_words_ + (offset - layout_.header_bytes) / 4;
+      }
       for (const HeaderWords& field : fields_) {
-        const long in_field = (offset - static_cast<long>(field.offset)) / 4;
-        if (offset >= static_cast<long>(field.offset) &&
-            in_field < static_cast<long>(field.count)) {
-          return word + in_field;
-        }
+        const size_t in_field = (offset - field.offset) / 4;
+        if (offset >= field.offset && in_field < field.count) return word + in_field;
         word += field.count;
       }
       if (machine_.current() / threads_of_rank_ != r) {
@@ -193,11 +181,10 @@ class KernelModel {
       if (in_rank < field.count) return field.name + " " + std::to_string(in_rank) + of_rank;
       in_rank -= field.count;
     }
-    const size_t of_buffer = epoch_buffer_bytes_ / 4;
-    return "word " + std::to_string(in_rank % of_buffer) + " of epoch buffer " +
-           std::to_string(in_rank / of_buffer) + of_rank;
+    return "word " + std::to_string(in_rank) + " of the data" + of_rank;
   }
 
+  const Layout layout_;
   const std::vector<HeaderWords> fields_;
   const size_t header_words_, words_of_rank_;
   int threads_of_rank_ = 1;
@@ -205,6 +192,37 @@ class KernelModel {
 
  protected:
   Machine machine_;
+};
+
+// Operations of the kernels: a region has two epoch buffers. `first` is the first epoch.
+class KernelModel : public RegionsModel {
+ public:
+  KernelModel(int ranks, size_t epoch_buffer_bytes, uint32_t first, std::vector<HeaderWords> fields,
+              Options options = {})
+      : RegionsModel(ranks,
+                     {jin::kHeaderBytes, offsetof(jin::RegionHeader, peer_operation),
+                      2 * epoch_buffer_bytes, jin::kEmpty},
+                     std::move(fields), 0, options),
+        epoch_buffer_bytes_(epoch_buffer_bytes) {
+    for (int r = 0; r < ranks; ++r) {
+      for (uint32_t& epoch : Header(r)->epoch) epoch = first;
+      Header(r)->operations = first;
+    }
+  }
+
+ protected:
+  jin::RegionHeader* Header(int r) const { return reinterpret_cast<jin::RegionHeader*>(Region(r)); }
+  template <class Group = ModelGroup>
+  Group GroupOf(int rank) const {
+    Group group{};
+    for (int r = 0; r < ranks_; ++r) group.region[r] = Region(r);
+    group.epoch_buffer_bytes = epoch_buffer_bytes_;
+    group.rank = rank;
+    group.size = ranks_;
+    return group;
+  }
+
+  const size_t epoch_buffer_bytes_;
 };
 
 }  // namespace model

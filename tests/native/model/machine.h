@@ -58,7 +58,7 @@ class Machine {
 
   struct Result {
     std::string error;  // empty if every behaviour is right
-    size_t states = 0, steps = 0, looks = 0;
+    size_t states = 0, steps = 0;
     double interleavings = 0;  // of the steps, from the begin to an end
     std::vector<std::string> trace;
   };
@@ -98,8 +98,6 @@ class Machine {
   // Called when all threads have ended. Calls Fail() if something is wrong.
   void OnEnd(std::function<void()> check) { on_end_ = std::move(check); }
   void NameWords(std::function<std::string(size_t)> name) { word_name_ = std::move(name); }
-  // Stops the search with an error after so many states.
-  void Limit(size_t states) { limit_ = states; }
 
   Result Search() {
     const size_t threads = bodies_.size();
@@ -255,7 +253,6 @@ class Machine {
 
   // The look at shared memory that ends here has not found what it waits for.
   void Wait() {
-    ++result_.looks;
     if (tracing_) Trace("must wait");
     waits_ = true;
     if (options_.every_access) Me().history = Me().before_look;
@@ -568,10 +565,7 @@ class Machine {
     const Key key = HashState();
     if (auto it = seen_.find(key); it != seen_.end()) return it->second;
     seen_.emplace(key, 0);  // a circle of waits that fail is no interleaving of its own
-    if (++result_.states > limit_) {
-      result_.error = "more states than the limit allows";
-      return 0;
-    }
+    ++result_.states;
     std::vector<int> candidates;
     bool all_ended = true;
     for (size_t i = 0; i < state_.threads.size(); ++i) {
@@ -653,7 +647,6 @@ class Machine {
 
   const size_t words_;
   const Options options_;
-  size_t limit_ = ~size_t{0};
   State state_;
   std::vector<std::unique_ptr<Words>> views_;
   std::vector<std::unique_ptr<Fiber>> fibers_;

@@ -13,10 +13,9 @@
 // there are printed.
 #include <thread>
 //
-#include "atomics.h"
+#include "kernel_model.h"
 //
 #include "jax_intranode/include/jax_intranode/peer.h"
-#include "totals.h"
 
 namespace peer = jax_intranode::v1;
 
@@ -40,25 +39,12 @@ struct Plan {
 
 using model::Flag;
 Flag one_half("one_half"), no_end("no_end"), never_cleared("never_cleared"),
-    idle_epochs("idle_epochs"), no_release("no_release"), no_acquire("no_acquire"),
-    no_barrier("no_barrier");
+    idle_epochs("idle_epochs"), no_barrier("no_barrier");
 
 uint32_t local[kMostRanks][kMostCalls][kMostRanks * kMostPackets];  // results; part of the state
 
-struct ModelThread {
-  int block, blocks;
-  int Thread() const { return 0; }
-  int Threads() const { return 1; }
-  int Block() const { return block; }
-  int Blocks() const { return blocks; }
-  void Sync() const {}
-  size_t First() const { return block; }
-  size_t Stride() const { return blocks; }
-  void Arrived() {}
-  bool Wait(int) {
-    model::TheMachine().Wait();
-    return true;
-  }
+struct ModelThread : model::ModelThread {
+  bool Wait(int missing) { return model::ModelThread::Wait(0, missing); }
   void Admit(uint32_t busy, uint32_t closed) {
     if (busy != 0 || closed != 0) model::TheMachine().Fail("wrong: the buffer is busy");
   }
@@ -69,73 +55,37 @@ uint32_t Value(int rank, int call, size_t i) {
   return v % 3 == 0 ? 0 : v;  // a value may look like an empty word
 }
 
-class Sequence {
+class Sequence : public model::RegionsModel {
  public:
   Sequence(int ranks, std::vector<Plan> plans)
-      : ranks_(ranks),
-        plans_(std::move(plans)),
-        machine_(ranks * kWordsOfRank, 0, ranks * 2 * kMostRanks * kMostBlocks) {
-    // The counts wrap in the middle. Words that peers write agree with the counts.
-    const uint32_t first = 0u - static_cast<uint32_t>(plans_.size() / 2);
+      : RegionsModel(
+            ranks, {peer::kHeaderBytes, offsetof(peer::PeerHeader, peer_begun), kDataBytes, 0},
+            {{"peer_begun", offsetof(peer::PeerHeader, peer_begun), kCounts, First(plans)},
+             {"peer_barriers", offsetof(peer::PeerHeader, peer_barriers), kCounts, First(plans)}},
+            ranks * 2 * kMostRanks * kMostBlocks),
+        plans_(std::move(plans)) {
     for (int r = 0; r < ranks_; ++r) {
-      memory_.push_back(std::make_unique<Aligned[]>((peer::kHeaderBytes + kDataBytes) / 64));
-      regions_.push_back(reinterpret_cast<char*>(memory_[r].get()));
-      memset(regions_[r], 0, peer::kHeaderBytes + kDataBytes);
       for (int b = 0; b < peer::kMaxBlocks; ++b) {
-        Header(r)->epoch[b] = Header(r)->begun[b] = Header(r)->barriers[b] = first;
+        Header(r)->epoch[b] = Header(r)->begun[b] = Header(r)->barriers[b] = First(plans_);
       }
-      for (size_t word = 0; word < kCountWords; ++word) {
-        machine_.SetInitial(r * kWordsOfRank + word, first);
-      }
-      machine_.AddLocalMemory(Header(r), offsetof(peer::PeerHeader, peer_begun));
     }
     memset(local, 0, sizeof local);
     machine_.AddLocalMemory(local, sizeof local);
-    model::TheMemory() = {&machine_, [this](const void* at) { return WordAt(at); }, no_acquire,
-                          no_release};
+    model::TheMemory().no_acquire = model::no_acquire;
+    model::TheMemory().no_release = model::no_release;
     for (const Plan& plan : plans_) blocks_ = std::max(blocks_, plan.blocks);
-    machine_.AddBlocks(ranks_, blocks_, [this](int r, int b) { RunBlock(r, b); });
-    machine_.OnEnd([this] { CheckEnd(); });
-    machine_.NameWords([](size_t word) {
-      const size_t in_rank = word % kWordsOfRank;
-      const std::string name = in_rank < kCountWords / 2 ? "peer_begun "
-                               : in_rank < kCountWords   ? "peer_barriers "
-                                                         : "data ";
-      return name + std::to_string(in_rank) + " of rank " + std::to_string(word / kWordsOfRank);
-    });
+    AddThreads(blocks_, [this](int r, int b) { RunBlock(r, b); });
+    machine_.OnEnd([this] { CheckEmpty(2 * kCounts); });
   }
-
-  model::Machine::Result Search() { return machine_.Search(); }
 
  private:
-  struct alignas(64) Aligned {
-    char bytes[64];
-  };
-  static constexpr size_t kDataBytes = 64;
-  static constexpr size_t kCountWords = 2 * kMostBlocks * peer::kMaxRanks;
-  static constexpr size_t kWordsOfRank = kCountWords + kDataBytes / 4;
+  static constexpr size_t kDataBytes = 64, kCounts = kMostBlocks * peer::kMaxRanks;
 
-  peer::PeerHeader* Header(int r) const { return reinterpret_cast<peer::PeerHeader*>(regions_[r]); }
-
-  // First peer_begun of each block, then peer_barriers, then the data.
-  long WordAt(const void* at) {
-    for (int r = 0; r < ranks_; ++r) {
-      const long offset = static_cast<const char*>(at) - regions_[r];
-      if (offset < 0 || offset >= static_cast<long>(peer::kHeaderBytes + kDataBytes)) continue;
-      const long data = offset - static_cast<long>(peer::kHeaderBytes);
-      const long first = r * kWordsOfRank;
-      if (data >= 0) return first + kCountWords + data / 4;
-      constexpr long kHalf = kCountWords / 2;
-      const long begun = (offset - long{offsetof(peer::PeerHeader, peer_begun)}) / 4;
-      const long barriers = (offset - long{offsetof(peer::PeerHeader, peer_barriers)}) / 4;
-      if (begun >= 0 && begun < kHalf) return first + begun;
-      if (barriers >= 0 && barriers < kHalf) return first + kHalf + barriers;
-      if (machine_.current() / blocks_ != r) machine_.Fail("wrong: accesses a peer's header");
-      return -1;
-    }
-    machine_.Fail("wrong: an access outside of all memory");
-    return -1;
+  // The counts wrap in the middle.
+  static uint32_t First(const std::vector<Plan>& plans) {
+    return 0u - static_cast<uint32_t>(plans.size() / 2);
   }
+  peer::PeerHeader* Header(int r) const { return reinterpret_cast<peer::PeerHeader*>(Region(r)); }
 
   // Plain data: one object for each rank's half, writer and block.
   size_t Object(int of_rank, uint32_t epoch, int writer, int block) const {
@@ -217,7 +167,7 @@ class Sequence {
 
   void RunBlock(int rank, int block) {
     peer::Peers p{};
-    for (int r = 0; r < ranks_; ++r) p.memory[r] = regions_[r];
+    for (int r = 0; r < ranks_; ++r) p.memory[r] = Region(r);
     p.bytes = kDataBytes;
     p.rank = rank;
     p.size = ranks_;
@@ -226,11 +176,7 @@ class Sequence {
         ModelThread thread{block, plans_[k].blocks};
         RunKernel(thread, p, plans_[k], k);
       }
-      // The end of a kernel orders all that its blocks did before all that the next kernel does. On
-      // the CPU the lock of the group does the same.
-      machine_.AcquireFence();
-      machine_.Barrier(k * ranks_ + rank, blocks_);
-      machine_.ReleaseFence();
+      EndKernel(rank, k, blocks_);
       if (block == 0) EndCall(rank, k);
     }
   }
@@ -242,8 +188,7 @@ class Sequence {
       for (int i = 0; i < plan.packets * (shift && plan.wide ? 2 : 1); ++i) {
         const int from = shift ? (rank + ranks_ - 1) % ranks_ : 0;
         if (local[rank][k][i] != Value(from, k, i)) {
-          machine_.Fail("wrong: the result of call " + std::to_string(k) + " (" +
-                        kNames[static_cast<int>(plan.kind)] + ") on rank " + std::to_string(rank));
+          FailResult(k, rank, std::string(" (") + kNames[static_cast<int>(plan.kind)] + ")");
         }
       }
     }
@@ -252,20 +197,8 @@ class Sequence {
     for (int b = plan.blocks; b < peer::kMaxBlocks; ++b) --Header(rank)->epoch[b];
   }
 
-  void CheckEnd() {
-    for (int r = 0; r < ranks_; ++r) {
-      for (size_t word = kCountWords; word < kWordsOfRank; ++word) {
-        if (machine_.Newest(r * kWordsOfRank + word) != 0) machine_.Fail("wrong: a packet is left");
-      }
-    }
-  }
-
-  const int ranks_;
   const std::vector<Plan> plans_;
   int blocks_ = 1;
-  std::vector<std::unique_ptr<Aligned[]>> memory_;
-  std::vector<char*> regions_;
-  model::Machine machine_;
 };
 
 // How the calls of a sequence differ apart from their kind.

@@ -185,7 +185,7 @@ class Sequence : public model::KernelModel {
         // In the kernel that has armed, so nothing orders it.
         if (begun_late && block == 0) TellAllBegun(group, First(plans_) + k + 1);
       }
-      EndKernel(rank, static_cast<int>(k), blocks_ + 1);
+      EndKernel(rank, static_cast<int>(k), blocks_ + 1, true, !model::no_release);
       machine_.Forget(k);
       if (block == 0) CheckCall(rank, static_cast<int>(k));
     }
@@ -238,7 +238,7 @@ class Sequence : public model::KernelModel {
   }
 
   void CheckEnd() {
-    CheckEmpty(true);
+    CheckEmpty(kMostRanks);  // all but `begun`
     const uint32_t epoch = First(plans_) + static_cast<uint32_t>(plans_.size());
     for (int r = 0; r < ranks_ && !together_; ++r) {
       if (Header(r)->operations != epoch || Header(r)->epoch[0] != epoch) {

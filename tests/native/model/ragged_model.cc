@@ -117,7 +117,7 @@ class Sequence : public model::KernelModel {
         RunExperts(thread, group, static_cast<int>(k), epoch);
       }
       jin::End(thread, group, epoch);
-      EndKernel(rank, static_cast<int>(k), blocks_);
+      EndKernel(rank, static_cast<int>(k), blocks_, true, !model::no_release);
       machine_.Forget(k);
       if (block == 0) CheckCall(rank, static_cast<int>(k));
     }

@@ -7,6 +7,7 @@ import stat
 import subprocess
 import sys
 import tempfile
+import types
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,6 +15,7 @@ import pytest
 from processes import python
 
 from jax_intranode import __main__ as command_line
+from jax_intranode._src.command_line.launcher import own_files
 from jax_intranode._src.command_line.launcher.all_ranks import Rank
 from jax_intranode._src.command_line.launcher.output import RankOutput
 from jax_intranode._src.command_line.launcher.runs import (
@@ -137,43 +139,15 @@ def test_a_directory_that_was_put_in_the_place_of_ours_stays(place: Path) -> Non
     shutil.rmtree(ours)
 
 
-# As in `unshare --map-root-user`: this user is root, and all others have the number of nobody.
-_IN_A_NAMESPACE = """
-import ctypes, os, sys, tempfile
-from jax_intranode._src.command_line.launcher.service import coordination_service
-user, tempfile.tempdir = 12345, sys.argv[1]
-if child := os.fork():  # a process with several threads, as of numpy, gets no namespace
-    sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
-os.setgroups([])
-os.setresgid(user, user, user)
-os.setresuid(user, user, user)
-libc = ctypes.CDLL(None, use_errno=True)
-assert libc.prctl(4, 1, 0, 0, 0) == 0  # PR_SET_DUMPABLE, to write the files in /proc
-if libc.unshare(0x10000000) != 0:  # CLONE_NEWUSER
-    sys.exit(f"no user namespaces: {os.strerror(ctypes.get_errno())}")
-for name, text in ("setgroups", "deny"), ("uid_map", f"0 {user} 1"), ("gid_map", f"0 {user} 1"):
-    with open(f"/proc/self/{name}", "w") as file:
-        file.write(text)
-with coordination_service(1) as address:
-    print(os.geteuid(), os.stat("/").st_uid, os.stat(sys.argv[1]).st_uid)
-    print(address.removeprefix("unix:"))
-"""
-
-
-def test_users_without_a_number_are_others(place: Path) -> None:
-    theirs = place / "tmp"
-    theirs.mkdir()
-    os.chown(theirs, 54321, 54321)
-    theirs.chmod(0o1777)
-    place.chmod(0o755)
-    done = python("-P", "-c", _IN_A_NAMESPACE, theirs)
-    if "no user namespaces" in done.stdout:
-        pytest.skip(done.stdout)
-    assert done.returncode == 0, done.stdout
-    users, socket = done.stdout.splitlines()  # without a warning
-    overflow = Path("/proc/sys/kernel/overflowuid").read_text().strip()
-    assert users == f"0 {overflow} {overflow}"
-    assert theirs not in Path(socket).parents
+def test_users_without_a_number_are_others(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a user namespace all others have one number, also whoever has the root directory."""
+    number = place / "overflowuid"
+    number.write_text(f"{_STRANGER}\n")
+    os.chown(place, _STRANGER, _STRANGER)
+    monkeypatch.setattr(own_files, "_UNMAPPED", number)
+    root = types.SimpleNamespace(stat=lambda _: os.stat(place), geteuid=os.geteuid)
+    monkeypatch.setattr(own_files, "os", root)
+    assert own_files._is_foreign(place)
 
 
 # Who opens a file waits for the holder of a lease on it. The system tells the holder.

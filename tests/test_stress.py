@@ -1,7 +1,6 @@
 """Random programs (tests/stress): they find wrong values, and can be made again."""
 
 import dataclasses
-import signal
 from collections.abc import Iterator
 from typing import Any
 
@@ -98,30 +97,3 @@ def test_few_operations() -> None:
         sizes[call.operation] = max(sizes.get(call.operation, 0), 0, *call.shape)
     assert sorted(sizes) == sorted(text.split(","))
     assert sizes["psum"] > 4000 and sizes["moe_dispatch"] <= 64
-
-
-# The runner.
-
-
-@pytest.fixture(autouse=True)
-def no_handlers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(signal, "signal", lambda *_: None)  # the handler would stay
-
-
-@pytest.mark.parametrize(
-    ("options", "says"),
-    [
-        ("--program 3", ("--program", "--seed")),
-        ("--minutes 0", ("--minutes", "use a positive number")),
-        ("--devices 9", ("9 devices", "use 2 to 8")),
-        ("--minutes soon", ("--minutes", "'soon'", "--help")),
-    ],
-)
-def test_wrong_options(
-    options: str, says: tuple[str, ...], capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert run.main(["--platform", "cpu", *options.split()]) == 2
-    out, err = capsys.readouterr()
-    assert out == ""
-    (message,) = err.splitlines()
-    assert all(text in message for text in says)

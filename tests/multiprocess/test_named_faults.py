@@ -3,22 +3,17 @@
 import re
 from collections.abc import Iterator
 
-import jax
 import pytest
 from program_ranks import Outcome, Program, Started, start_all
-from tiers import quick
 
 # The promise is 10 s; the rest is for machines that run other tests, too.
 NAMED_S = 10 + 10
 
-# Rank 1 raises. tests/stress/faults has faults that need no program of their own, and
-# tests/native/monitor_test.cc loses processes in more ways.
-RAISES = ("raises", "raises_and_ends_slowly")
+# tests/stress/faults has faults that need no program of their own, and tests/native/monitor_test.cc
+# loses processes in more ways.
 PROGRAMS = {
-    **dict.fromkeys(RAISES, Program()),
-    "waits_in_another_group": Program(env={"JAX_INTRANODE_REPORT_AFTER_S": "1"}),
+    "raises_and_ends_slowly": Program(),
     "is_lost_among_three": Program([()] * 3, only_cpu="on GPUs the context is lost"),
-    "unrelated_errors": Program(),
 }
 
 
@@ -44,7 +39,8 @@ def said(outcome: Outcome, label: str, rank: int = 0) -> str:
     return found[0]
 
 
-@pytest.mark.parametrize("name", quick(RAISES, RAISES[:1]))
+@pytest.mark.full
+@pytest.mark.parametrize("name", ["raises_and_ends_slowly"])
 def test_rank_0_is_told_of_rank_1(started: Started, name: str) -> None:
     outcome = started[name].result()
     text, (seconds,) = said(outcome, "RESULT"), outcome.said(0, "TOOK")
@@ -55,31 +51,6 @@ def test_rank_0_is_told_of_rank_1(started: Started, name: str) -> None:
     assert said(outcome, "RECORD") == "peer_gone 1", str(outcome)
     assert outcome.exit_codes == [0, 1], str(outcome)
     assert "ERROR:jax_intranode" not in outcome.logs[1], str(outcome)  # what rank 0 tells in turn
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("name", ["waits_in_another_group"])
-def test_ranks_that_wait_for_each_other_are_told(started: Started, name: str) -> None:
-    outcome = started[name].result()
-    for rank in range(2):
-        told, seconds = outcome.said(rank), outcome.said(rank, "TOOK")
-        assert told and float(seconds[0]) < NAMED_S, str(outcome)
-
-
-@pytest.mark.parametrize("name", ["unrelated_errors"])
-def test_unrelated_errors_stay_as_they_are(started: Started, name: str) -> None:
-    """An error that the loss of a rank did not cause has its own text, before and after it."""
-    outcome = started[name].result()
-    assert "process 1 " in said(outcome, "RESULT"), str(outcome)
-    assert said(outcome, "RECORD") == "peer_gone 1", str(outcome)
-    assert said(outcome, "BEFORE AGAIN") == said(outcome, "BEFORE"), str(outcome)
-    on_cpu = jax.devices()[0].platform == "cpu"
-    for label in ("BEFORE", "CALLBACK") if on_cpu else ("BEFORE",):
-        text = said(outcome, label)
-        assert "the callback's own error" in text and "process 1 " not in text, str(outcome)
-    if on_cpu:  # on GPUs the CUDA context is lost, and nothing else can fail
-        text = said(outcome, "MEMORY")
-        assert "RESOURCE_EXHAUSTED" in text and "process 1 " not in text, str(outcome)
 
 
 @pytest.mark.parametrize("name", ["is_lost_among_three"])

@@ -600,8 +600,13 @@ bool OldNotesAreForgotten() {
 
 // In a circle of processes that don't all watch each other, each one names the next device.
 bool AWaitElsewhereNamesItsDevice() {
-  return WarningAfter(1s, {20, 30, 2, 2, 0, "another"})
-             .find("waits in another operation: another, for device 30.") != std::string::npos;
+  const auto says = [](const jin::WaitNote& note, const char* text) {
+    return WarningAfter(1s, note).find(text) != std::string::npos;
+  };
+  return says({20, 30, 2, 2, 0, "another"},
+              "waits in another operation: another, for device 30.") &&
+         says({20, 10, 2, 2, 0, "another"},
+              "waits in another operation: another, for device 10. They wait in a circle");
 }
 
 int main(int argc, char** argv) {

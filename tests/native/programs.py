@@ -127,7 +127,6 @@ def sources(name: str) -> list[str]:
 _COLLECTIVES = [
     "one_epoch_buffer",  # one buffer fewer
     "never_armed",
-    "armed_late",  # armed when the next operation has been run
     "first_word_only",  # the mark may arrive before the data
     "idle_epochs",  # blocks that an operation does not launch keep their epoch
     "wrong_epoch",  # a rank looks into the epoch buffer of the next operation
@@ -155,7 +154,6 @@ _FEW_ROWS = [
 _CUBE_MESH = [
     "one_epoch_buffer",
     "never_armed",
-    "armed_late",
     "first_word_only",
     "wrong_epoch",
     "no_release",

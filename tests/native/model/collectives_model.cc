@@ -34,7 +34,6 @@ constexpr int kMostRanks = 4;
 constexpr int kMostOperations = 8;
 constexpr int kMostBlocks = 2;
 constexpr int kMostPacks = 7;
-constexpr int kMostLate = 64;
 
 using jin::kCollectives;
 constexpr int kKinds = std::size(kCollectives);
@@ -49,24 +48,15 @@ struct Plan {
 };
 
 using model::Flag, model::no_acquire, model::no_release;
-Flag armed_late("armed_late"), idle_epochs("idle_epochs"), wrong_epoch("wrong_epoch"),
+Flag idle_epochs("idle_epochs"), wrong_epoch("wrong_epoch"),
     no_segment_release("no_segment_release"), no_segment_acquire("no_segment_acquire"),
     short_segment("short_segment"), sent_early("sent_early"), no_reduce_fence("no_reduce_fence"),
     odd_segments("odd_segments"), wrong_relay("wrong_relay"), one_not_awaited("one_not_awaited"),
     cleared_early("cleared_early"), ended_by_first("ended_by_first"), first_early("first_early");
 
-// A packet that has been read and is armed too late.
-struct LateArm {
-  char* slot;
-  size_t i;
-  void (*arm)(char*, size_t);
-};
-
 // What threads access without the machine. All of it belongs to the state.
 struct Local {
   uint32_t out[kMostRanks][kMostOperations][kMostRanks * kMostPacks * 4];
-  LateArm late[kMostRanks * (kMostBlocks + 1)][kMostLate];
-  int late_count[kMostRanks * (kMostBlocks + 1)];
   uint32_t started[kMostRanks];  // first kernels of few rows: the operation of the last one, plus 1
 };
 Local local;
@@ -95,19 +85,13 @@ struct ModelGroup : model::ModelGroup {
   }
 };
 
-// Packets as they are, or
+// Packets as they are, or broken.
 template <class Packets>
 struct MaybeBroken : model::MaybeBroken<Packets> {
   static bool TryGet(char* slot, size_t i, jin::Pack* p) {
     const bool all = model::MaybeBroken<Packets>::TryGet(slot, i, p);
     // Epoch buffers have 32 words or 64, and slot 0 is the first of them.
     return all || (one_not_awaited && model::TheMemory().shared(slot) % 32 == 0);
-  }
-  static void Arm(char* slot, size_t i) {
-    if (!armed_late) return model::MaybeBroken<Packets>::Arm(slot, i);
-    const int thread = model::TheMachine().current();
-    int& count = local.late_count[thread];
-    if (count < kMostLate) local.late[thread][count++] = {slot, i, &Packets::Arm};
   }
 };
 
@@ -120,7 +104,7 @@ struct MaybeShort : jin::InSegments<jin::Buffer> {
   }
 };
 
-// The steps of an operation in segments as they are, or
+// The steps of an operation in segments as they are, or broken.
 struct MaybeBrokenSchedule {
   static jin::Step At(int phases, uint32_t segments, uint32_t i) {
     jin::Step step = jin::Schedule::At(phases, segments, i);
@@ -166,7 +150,6 @@ class Sequence : public model::KernelModel {
         every_access_(every_access) {
     memset(&local, 0, sizeof local);
     machine_.AddLocalMemory(local.out, sizeof local.out);
-    if (armed_late) machine_.AddLocalMemory(&local, sizeof local);
     machine_.AddLocalMemory(local.started, sizeof local.started);
     for (int r = 0; r < ranks_; ++r) {
       for (size_t k = 0; k < plans_.size(); ++k) {
@@ -289,7 +272,6 @@ class Sequence : public model::KernelModel {
     const auto group = GroupOf<ModelGroup>(rank);
     for (size_t k = 0; k < plans_.size(); ++k) {
       const Plan& plan = plans_[k];
-      const int late = local.late_count[machine_.current()];
       const jin::Buffer call{inputs_[rank][k].words, local.out[rank][k],
                              static_cast<size_t>(16 * plan.packs)};
       if (plan.algorithm == jin::Algorithm::kFewRows) {
@@ -310,7 +292,6 @@ class Sequence : public model::KernelModel {
           RunKernel<jin::I32, 0>(thread, group, call, plan);
         }
       }
-      ArmLate(late);
       // Broken: a first kernel begins while the second one before it runs.
       const bool first = few_rows_ && block == blocks_ - 1, early = few_rows_ && first_early;
       if (!(early && first))
@@ -338,18 +319,6 @@ class Sequence : public model::KernelModel {
     if (!idle_epochs) return;
     // Blocks that an operation does not launch keep their epoch.
     for (int b = plan.blocks; b < jin::kMaxBlocks; ++b) Header(rank)->epoch[b] -= EpochsOf(plan);
-  }
-
-  // Arms the packets of the operation before, when this one has been run.
-  void ArmLate(int count) {
-    const int thread = machine_.current();
-    for (int i = 0; i < count; ++i) {
-      const LateArm& it = local.late[thread][i];
-      it.arm(it.slot, it.i);
-    }
-    int& total = local.late_count[thread];
-    std::copy(local.late[thread] + count, local.late[thread] + total, local.late[thread]);
-    total -= count;
   }
 
   void CheckEnd() {

@@ -102,8 +102,6 @@ def _environment(case: Case, platform: str, rank: int, coordinator: str) -> dict
         "JAX_ENABLE_X64": "0",
         **stress.importable(),
     }
-    if case.operation == "psum_two_shot":
-        environment["JAX_INTRANODE_ALGORITHM"] = "two_shot"
     if platform == "gpu":
         environment["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"
         if machine.has_one_gpu():

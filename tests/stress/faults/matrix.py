@@ -34,9 +34,6 @@ _LATE_PHASES = ("lowering", "first_run", "fourth_run", "inside")
 
 OPERATIONS = (
     "psum",
-    "psum_two_shot",
-    "psum_tree",
-    "pmean",
     "psum_scatter",
     "all_gather",
     "all_to_all",

@@ -54,11 +54,6 @@ def _part(total: np.ndarray, rank: int) -> np.ndarray:
     return total.reshape(-1, _ROWS, total.shape[-1])[rank]
 
 
-def _tree(x: Any, axis: str) -> Any:
-    first, more = jax_intranode.psum((x, {"more": x[:3] * 2}), axis)
-    return jnp.concatenate([first, more["more"]])
-
-
 def _gradient(x: Any, axis: str) -> Any:
     """The gradient of the sum of a product's absolute values."""
 
@@ -84,9 +79,6 @@ def _sum(xs: np.ndarray, rank: int) -> np.ndarray:
 
 OPERATIONS: dict[str, Operation] = {
     "psum": Operation(_psum, _sum),
-    "psum_two_shot": Operation(_psum, _sum),
-    "psum_tree": Operation(_tree, lambda xs, _: np.concatenate([xs.sum(0), 2 * xs.sum(0)[:3]])),
-    "pmean": Operation(lambda x, axis: jax_intranode.pmean(x * lax.axis_size(axis), axis), _sum),
     "psum_scatter": Operation(
         lambda x, axis: jax_intranode.psum_scatter(x, axis, tiled=True),
         lambda xs, rank: _part(xs.sum(0), rank),

@@ -3,8 +3,10 @@
 import os
 import signal
 import sys
+import tempfile
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -47,13 +49,23 @@ def end_of_rank_0() -> None:
 
 
 def raises_and_ends_slowly() -> None:
-    """On GPUs the end of JAX's backends may wait for kernels. Rank 0 is told before: in 20 s."""
+    """On GPUs the end of JAX's backends may wait for kernels. Rank 0 is told before."""
+    told = Path(tempfile.gettempdir(), f"jax_intranode_told_{os.getppid()}")
+
+    def end() -> None:
+        deadline = time.monotonic() + 25
+        while not told.exists() and time.monotonic() < deadline:
+            time.sleep(0.05)
+        time.sleep(1)  # until what rank 0 tells in turn has come
+        told.unlink(missing_ok=True)
+
     begin()
     if rank() == 1:
-        distributed.at_end_of_backends(lambda: time.sleep(25))
-        time.sleep(1)
+        distributed.at_end_of_backends(end)
+        time.sleep(1)  # rank 0 waits by then
         raise ValueError("loss is NaN")
     attempt(lambda: read(total(2)))
+    told.touch()
     end_of_rank_0()
 
 

@@ -39,7 +39,6 @@ def said(outcome: Outcome, label: str, rank: int = 0) -> str:
     return found[0]
 
 
-@pytest.mark.full
 @pytest.mark.parametrize("name", ["raises_and_ends_slowly"])
 def test_rank_0_is_told_of_rank_1(started: Started, name: str) -> None:
     outcome = started[name].result()

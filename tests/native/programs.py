@@ -110,10 +110,16 @@ PROGRAMS = {
         long=("sound 2 3 full", "sound 2 4 quick", "sound 3 2 full"), output=_MODEL
     ),
     "log_model": Program(full=("sound 2 8", "sound 3 8"), output=_MODEL),
-    "pipeline_model": Program(
-        full=("sound 2 1 queue",),
-        long=(*("sound 2 3 streams", "sound 3 1 streams", "sound 3 2 streams", "sound 3 1 queue"),),
-        output=_MODEL,
+    # Ranks, operations, what runs at the same time, random orders.
+    "pipeline_test": Program(
+        quick=(
+            "sound 2 2 streams",
+            "sound 3 2 streams 20",
+            "sound 2 2 queue",
+            "sound 3 2 queue 20",
+        ),
+        full=("sound 2 3 streams 1000", "sound 3 3 queue 1000"),
+        sanitized=True,
     ),
 }
 
@@ -214,8 +220,6 @@ _LOG = [
 ]
 
 _PIPELINE = [
-    "no_release",  # a signal may overtake the data
-    "no_acquire",
     "never_reset",  # signals of the last operation count for the next one
     "no_grant",  # a rank sends into slots that are in use
     "no_arrival",  # a rank reads slots before the data have arrived
@@ -241,8 +245,8 @@ _BROKEN = [
     ("peer_model", _PEER_BUFFERS, "2 3", 0, "full"),
     ("log_model", _LOG, "2 5", 0, "full"),
     ("log_model", _LOG, "3 5", 0, "full"),
-    ("pipeline_model", _PIPELINE, "2 2", 0, "full"),
-    ("pipeline_model", _PIPELINE, "3 2", 0, "full"),
+    ("pipeline_test", _PIPELINE, "2 1 streams", 1, "full"),
+    ("pipeline_test", ["no_arrival", "no_event"], "2 2 queue", 1, "full"),
 ]
 # Program, arguments, tier.
 BROKEN = [

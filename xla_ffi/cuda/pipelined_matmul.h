@@ -39,7 +39,7 @@
 //   the signals of its earlier pushes. So the first wait, in the order of pieces, that has not
 //   ended on any rank is one whose answer no other wait delays.
 //
-// tests/native/model/pipeline_model.cc checks all this, with the code that enqueues operations.
+// tests/native/pipeline_test.cc runs the code that enqueues operations in many random orders.
 //
 // PyTorch's _fused_all_gather_matmul and xformers' sequence_parallel_fused_ops work alike: the own
 // part first or last, a rotated order, copy engines. Here signals have constant values, and matmuls

@@ -8,7 +8,7 @@
 // Such a word has one writer of 1, rank p, and one writer of 0, its owner, which resets it after it
 // has seen the 1. There is no epoch and no counter, so a call that is launched, captured or
 // replayed does the same. pipelined_matmul.h says why a word is always reset before it is set
-// again. tests/native/model/pipeline_model.cc checks it.
+// again. tests/native/pipeline_test.cc checks it.
 //
 // The fused kernel uses `ring_grant` and flags in the rings: fused_send.cuh.
 #pragma once

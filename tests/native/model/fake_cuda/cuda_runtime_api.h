@@ -1,5 +1,5 @@
 // The few names of CUDA's runtime that host code uses which runs without a GPU: that of the
-// cuBLASLt pipeline (pipeline_model.cc defines its functions, which note what is enqueued), and the
+// cuBLASLt pipeline (pipeline_test.cc defines its functions, which note what is enqueued), and the
 // handlers of collectives (failed_launch_test.cc).
 #pragma once
 

@@ -156,21 +156,6 @@ def test_the_ranks_are_one_program(
     assert ("the processes meet at unix:" in err) == (call == "the same arguments")
 
 
-def test_a_rank_that_closes_its_output_is_waited_for(launch: Launch, tmp_path: Path) -> None:
-    code, _, _ = launch(
-        "-n 1 SCRIPT",
-        f"""
-        import os, time
-        os.close(1); os.close(2)
-        time.sleep(0.2)
-        open({str(tmp_path / "done")!r}, "w").close()
-        os._exit(3)
-        """,
-    )
-    assert code == 3
-    assert (tmp_path / "done").exists()
-
-
 # Faults.
 
 

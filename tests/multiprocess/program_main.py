@@ -1,11 +1,10 @@
 """Runs a whole program of several processes as one rank.
 
-    program_main.py PLATFORM NAME [ARGUMENT...] [lax]
+    program_main.py PLATFORM NAME [ARGUMENT...]
 
 NAME is a function of one of the files programs_*.py: ordinary programs, which must not fail, and
 faulty ones. A line "RESULT: ..." is what a test checks, and the line "END: ..." has the failure
-that the process ended with. With "lax" the program calls jax.lax, to see by hand that an ordinary
-program is right there; programs that call the package itself need the package.
+that the process ended with.
 """
 
 import atexit
@@ -46,7 +45,7 @@ def main() -> None:
     programs = {}
     for module in (programs_that_end, programs_that_go_on, programs_with_faults):
         programs.update(vars(module))
-    programs[name](*(a for a in arguments if a != "lax"))
+    programs[name](*arguments)
 
 
 if __name__ == "__main__":

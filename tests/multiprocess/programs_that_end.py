@@ -18,7 +18,6 @@ from jax.experimental import multihost_utils
 from program_parts import (
     COLUMNS,
     LATER_S,
-    OPERATIONS,
     begin,
     in_background,
     line,
@@ -31,19 +30,8 @@ from program_parts import (
     total,
 )
 
+import jax_intranode
 from jax_intranode._src.health import peers
-
-
-def last_step_unread() -> None:
-    """Rank 1 ends with its last step; rank 0 writes a checkpoint before the same step."""
-    begin()
-    if rank() == 0:
-        time.sleep(LATER_S)
-    result = total(2)
-    if rank() == 0:
-        say(read(result))
-    else:
-        assert not result.is_ready()
 
 
 def working(v: jax.Array, times: jax.Array) -> jax.Array:
@@ -80,7 +68,7 @@ def last_step(seconds: float = 2.0) -> jax.Array:
     own = times_that_take(seconds) if rank() == 1 else 1
 
     def step(v: jax.Array, times: jax.Array) -> jax.Array:
-        return OPERATIONS.psum(working(OPERATIONS.psum(v, "x"), times[0, 0]), "x")
+        return jax_intranode.psum(working(jax_intranode.psum(v, "x"), times[0, 0]), "x")
 
     begin()
     program, x = on(line(), step), parts(line())

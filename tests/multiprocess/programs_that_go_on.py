@@ -16,7 +16,6 @@ import numpy as np
 from jax.sharding import Mesh
 from program_parts import (
     LATER_S,
-    OPERATIONS,
     begin,
     in_background,
     line,
@@ -40,7 +39,7 @@ def evaluates_on_rank_0() -> None:
     for scale in (2, 3):
         if rank() == 0:
             own = Mesh(np.array(jax.local_devices()), ("x",))
-            evaluate = on(own, lambda v, s=scale: OPERATIONS.psum(v * s, "x"))
+            evaluate = on(own, lambda v, s=scale: jax_intranode.psum(v * s, "x"))
             say(read(evaluate(parts(own))))
             time.sleep(LATER_S / 2)
         say(read(total(scale)))
@@ -54,7 +53,7 @@ def compiles_for_long() -> None:
         def step(v: jax.Array, slow: int = slow) -> jax.Array:
             if rank() == slow:
                 time.sleep(LATER_S)
-            return OPERATIONS.psum(v * (slow + 1), "x")
+            return jax_intranode.psum(v * (slow + 1), "x")
 
         say(read(on(mesh, step)(parts(mesh))))
 
@@ -65,9 +64,9 @@ def another_name_on_one_rank() -> None:
     mesh = line()
 
     def other(v: jax.Array) -> jax.Array:
-        return OPERATIONS.psum(v * 2, "x")
+        return jax_intranode.psum(v * 2, "x")
 
-    body = other if rank() == 1 else lambda v: OPERATIONS.psum(v * 2, "x")
+    body = other if rank() == 1 else lambda v: jax_intranode.psum(v * 2, "x")
     say(read(on(mesh, body)(parts(mesh))))
 
 
@@ -165,7 +164,7 @@ def ends_before_its_peer(wait_s: float = LATER_S) -> None:
     if rank() == 0:
         time.sleep(wait_s)
         mesh = line()
-        on(mesh, lambda v: OPERATIONS.psum(v * 2, "x")).lower(parts(mesh))
+        on(mesh, lambda v: jax_intranode.psum(v * 2, "x")).lower(parts(mesh))
         say(jax_intranode.last_failure())
 
 
@@ -183,7 +182,7 @@ def catches_exceptions() -> None:
         shape = jax.ShapeDtypeStruct((), np.float32)
         for attempt in (
             lambda: jax.pure_callback(fail, shape, 1.0).block_until_ready(),
-            lambda: on(line(), lambda v: OPERATIONS.psum(v, "nothing")).lower(parts(line())),
+            lambda: on(line(), lambda v: jax_intranode.psum(v, "nothing")).lower(parts(line())),
         ):
             try:
                 attempt()

@@ -13,7 +13,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 from program_parts import (
-    OPERATIONS,
     begin,
     line,
     on,
@@ -92,14 +91,14 @@ def is_lost_among_three() -> None:
     mesh = Mesh(np.array([d for d in jax.devices() if d.process_index != 1]), ("x",))
     jax_intranode.initialize(mesh)
     before = extension.handler_calls()
-    say(read(on(mesh, lambda v: OPERATIONS.psum(v, "x"))(parts(mesh))), "REST")
+    say(read(on(mesh, lambda v: jax_intranode.psum(v, "x"))(parts(mesh))), "REST")
     assert extension.handler_calls() > before, "ours did not run"
 
 
 def uses_lax() -> None:
     """All say why."""
     mesh = line()
-    program = on(mesh, lambda v: OPERATIONS.psum(v, "x"))
+    program = on(mesh, lambda v: jax_intranode.psum(v, "x"))
     say(read(program(parts(mesh))), "SUM")
     (call,) = jax_intranode.explain(program)(parts(mesh))
     assert call.algorithm == "lax"

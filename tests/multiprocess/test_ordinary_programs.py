@@ -16,7 +16,6 @@ SHORT = {"JAX_INTRANODE_TIMEOUT_S": "5"}
 # With two ranks a sum is 3 times its scale.
 PROGRAMS = {
     # How they end.
-    "last_step_unread": Program([["6.0"], []]),
     "computes_in_the_last_step": Program([["6.0"], []]),
     "ends_while_it_computes_in_a_thread": Program([["6.0"], []]),
     "other_threads_never_rest": Program([[]] * 3),

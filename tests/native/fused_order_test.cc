@@ -122,48 +122,6 @@ void CheckReduceScatterOrder(const TileOrder& p) {
   }
 }
 
-// The numbers of an all-gather's cluster tiles and chunks come in the order in which they are
-// needed: the rank's own row pairs first, then those of the peers, one shard after the other or, in
-// large groups, one row pair of each; of all these, bands; and in a band columns, or chunks of what
-// arrives. Weight gradients come after some arriving row pairs, by columns. After them the bands
-// begin again, and what arrives is one band. The last weight gradients follow.
-void CheckAllGatherOrder(const TileOrder& p) {
-  const int size = p.size, all = size * p.row_pairs;
-  const int before = p.row_pairs + p.row_pairs_before_wgrad;
-  const auto number_of = [&](int step, int pair) {
-    const bool shard_by_shard = step == 0 || size <= 4;
-    return shard_by_shard ? step * p.row_pairs + pair : p.row_pairs + pair * (size - 1) + step - 1;
-  };
-  std::tuple<int, int, int> last_tile = {0, -all, 0}, last_chunk = {0, -all, 0};
-  int wgrads = 0, last_column = 0;  // of weight gradients
-  for (int number = 0; number < ClusterTiles(p); ++number) {
-    const ClusterTile tile = ClusterTileOf(p, number);
-    if (tile.wgrad) {
-      Expect(tile.column >= last_column, "columns of weight gradients not in order");
-      last_column = tile.column;
-      const bool first = wgrads++ < WgradTiles(p) - p.wgrad_tiles_last;
-      const std::tuple at = {first ? 1 : 3, 0, 0};
-      Expect(at >= last_tile, "weight gradients too late, or too early");
-      last_tile = at;
-      continue;
-    }
-    const int pair = number_of(tile.step, tile.row_pair);
-    const bool after = p.wgrad_row_pairs > 0 && pair >= before;
-    const int end = after ? all : before;
-    const std::tuple at = {after ? 2 : 0, BandAt(p, end, pair), tile.column};
-    Expect(at >= last_tile, "tiles not band after band, or columns not in order");
-    last_tile = at;
-  }
-  for (int number = 0; number < ChunksSent(p); ++number) {
-    const Chunk chunk = ChunkOf(p, number);
-    const int pair = number_of(chunk.step, chunk.row_tile / 2);
-    const bool after = p.wgrad_row_pairs > 0 && pair >= before;
-    const std::tuple at = {after ? 1 : 0, after ? 0 : BandAt(p, before, pair), chunk.k};
-    Expect(at >= last_chunk, "chunks not band after band, or not in the order of K");
-    last_chunk = at;
-  }
-}
-
 // Each cluster tile, and each chunk that is sent, has one number.
 void CheckNumbers(const TileOrder& p) {
   const int size = p.size;
@@ -190,7 +148,7 @@ void CheckNumbers(const TileOrder& p) {
   Expect(static_cast<int>(seen.size()) == ClusterTiles(p) + ChunksSent(p),
          "a tile or a chunk without a number");
   Expect(WgradStages(p) == 2 * p.row_tiles * size, "not all rows are contracted, or more");
-  p.reduce_scatter ? CheckReduceScatterOrder(p) : CheckAllGatherOrder(p);
+  if (p.reduce_scatter) CheckReduceScatterOrder(p);
 }
 
 // Each rank looks for what its peers send in the slots in which they store it. No slot is used

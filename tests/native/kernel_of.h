@@ -36,18 +36,12 @@ inline bool HasKernel(Algorithm algorithm, ElementType type) {
   return !is_unsigned || ReductionOf(algorithm) != Reduction::kSum;
 }
 
-// Calls `run` with the type of a collective's kernel, as a std::type_identity.
+// Calls `run` with the type of an all-reduce's kernel, as a std::type_identity.
 template <class Type, int N, class Packets, class Run>
-auto WithKernel(Algorithm algorithm, Run run) {
+auto WithAllReduce(Algorithm algorithm, Run run) {
   switch (algorithm) {
-    case Algorithm::kOneShot:
-      return run(std::type_identity<OneShot<Type, N, Packets>>());
     case Algorithm::kTwoShot:
       return run(std::type_identity<TwoShot<Type, N, Packets>>());
-    case Algorithm::kReduceScatter:
-      return run(std::type_identity<ReduceScatter<Type, N, Packets>>());
-    case Algorithm::kAllGather:
-      return run(std::type_identity<AllGather<Type, N, Packets>>());
     case Algorithm::kOneShotMax:
       return run(std::type_identity<OneShot<Extreme<Type, true>, N, Packets>>());
     case Algorithm::kTwoShotMax:
@@ -57,7 +51,22 @@ auto WithKernel(Algorithm algorithm, Run run) {
     case Algorithm::kTwoShotMin:
       return run(std::type_identity<TwoShot<Extreme<Type, false>, N, Packets>>());
     default:
+      return run(std::type_identity<OneShot<Type, N, Packets>>());
+  }
+}
+
+// The same for all collectives.
+template <class Type, int N, class Packets, class Run>
+auto WithKernel(Algorithm algorithm, Run run) {
+  switch (algorithm) {
+    case Algorithm::kReduceScatter:
+      return run(std::type_identity<ReduceScatter<Type, N, Packets>>());
+    case Algorithm::kAllGather:
+      return run(std::type_identity<AllGather<Type, N, Packets>>());
+    case Algorithm::kAllToAll:
       return run(std::type_identity<AllToAll<Type, N, Packets>>());
+    default:
+      return WithAllReduce<Type, N, Packets>(algorithm, run);
   }
 }
 

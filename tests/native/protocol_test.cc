@@ -22,6 +22,7 @@
 #include <algorithm>
 #include <atomic>
 #include <barrier>
+#include <bit>
 #include <chrono>
 #include <cmath>
 #include <cstdio>
@@ -89,10 +90,9 @@ std::vector<int> PartialPermutation(int ranks, std::mt19937* random) {
 struct Plan {
   jin::Algorithm algorithm;
   bool floating;
-  size_t bytes;
-  int blocks;
-  int buffers;
-  size_t shift;  // of the result from an address that is a multiple of 16
+  size_t bytes = 0;
+  int blocks = 1, buffers = 1;
+  size_t shift = 0;  // of the result from an address that is a multiple of 16
   uint32_t segments = 1;
   uint32_t hidden = 0;  // of a norm
 
@@ -113,6 +113,53 @@ struct Plan {
     return bytes / 4 * (hidden > 0 ? 2 : jin::OutputShards(algorithm, ranks));
   }
 };
+
+// A random call of an algorithm.
+Plan RandomPlan(jin::Algorithm algorithm, int ranks, std::mt19937* random) {
+  const auto below = [random](uint32_t end) { return static_cast<uint32_t>((*random)() % end); };
+  Plan plan{algorithm, below(2) == 0};
+  plan.blocks = static_cast<int>(1 + below(kMaxBlocksHere));
+  plan.shift = below(2) == 0 ? 0 : below(16);
+  const uint32_t rows = 1 + below(40), row_words = 1 + below(9);
+  plan.bytes = size_t{4} * rows * row_words;
+  if (jin::IsNorm(algorithm)) {
+    plan.floating = true;
+    plan.hidden = rows;
+  } else if (jin::IsOfExperts(algorithm)) {
+    plan.floating = true;
+    plan.experts = jin::ExpertTables::Of(ranks, rows, random);
+  } else if (algorithm == jin::Algorithm::kRagged) {
+    plan.tables = jin::RaggedTables::Of(ranks, rows, kMaxUpdatesHere, random);
+  } else {
+    const bool is_permute = plan.Permutes(), has_many = jin::IsAllReduce(algorithm) || is_permute;
+    const bool may_be_in_place = algorithm == jin::Algorithm::kAllToAll || is_permute;
+    plan.bytes = 4 * (1 + below(kMaxBytes / 4));
+    if (below(3) == 0) plan.bytes = 16 * ranks * (1 + plan.bytes / (16 * ranks));
+    if (has_many && below(3) == 0) plan.buffers = static_cast<int>(1 + below(9));
+    if (jin::RunsInSegments(algorithm) && below(2) == 0) plan.segments = 2 + 2 * below(3);
+    plan.in_place = may_be_in_place && below(2) == 0;
+    plan.is_unsigned = plan.IsExtreme() && !plan.floating && below(2) == 0;
+    for (int m = 0; m < plan.buffers && is_permute; ++m) {
+      plan.sources.push_back(PartialPermutation(ranks, random));
+    }
+  }
+  return plan;
+}
+
+// The algorithms to choose from: some come more often than others.
+std::vector<jin::Algorithm> KindsOf(const std::string& mode) {
+  using enum jin::Algorithm;
+  if (mode == "mesh") return {kHybridCubeMesh};
+  if (mode == "permutes") return {kPermute};
+  if (mode == "experts") return {kDispatch, kCombine};
+  if (mode == "ragged") return {kRagged};
+  std::vector<jin::Algorithm> kinds{kPermute, kPermute,  kPermute, kRagged,
+                                    kRagged,  kDispatch, kCombine, kFewRows};
+  kinds.insert(kinds.end(), std::begin(jin::kCollectives), std::end(jin::kCollectives));
+  kinds.insert(kinds.end(), std::begin(jin::kExtremes), std::end(jin::kExtremes));
+  kinds.insert(kinds.end(), std::begin(kNorms), std::end(kNorms));
+  return kinds;
+}
 
 // Runs a kernel: that of one epoch, or that of several segments.
 template <class Body, class Call>
@@ -153,17 +200,9 @@ bool RunKernel(HostThread& t, const TestGroup& g, const Call& call, const Plan& 
 
 template <class Type, class Packets>
 bool RunAs(HostThread& t, const TestGroup& g, const jin::Buffers& call, const Plan& plan) {
-  return plan.algorithm == jin::Algorithm::kOneShot
-             ? RunBody<jin::OneShot<Type, 0, Packets>>(t, g, call, plan)
-         : plan.algorithm == jin::Algorithm::kTwoShot
-             ? RunBody<jin::TwoShot<Type, 0, Packets>>(t, g, call, plan)
-         : plan.algorithm == jin::Algorithm::kOneShotMax
-             ? RunBody<jin::OneShot<jin::Extreme<Type, true>, 0, Packets>>(t, g, call, plan)
-         : plan.algorithm == jin::Algorithm::kTwoShotMax
-             ? RunBody<jin::TwoShot<jin::Extreme<Type, true>, 0, Packets>>(t, g, call, plan)
-         : plan.algorithm == jin::Algorithm::kOneShotMin
-             ? RunBody<jin::OneShot<jin::Extreme<Type, false>, 0, Packets>>(t, g, call, plan)
-             : RunBody<jin::TwoShot<jin::Extreme<Type, false>, 0, Packets>>(t, g, call, plan);
+  return jin::WithAllReduce<Type, 0, Packets>(plan.algorithm, [&](auto body) {
+    return RunBody<typename decltype(body)::type>(t, g, call, plan);
+  });
 }
 
 template <class Type, class Packets>
@@ -328,10 +367,7 @@ bool RunPlan(HostThread& t, const TestGroup& g, const jin::Buffer& whole, const 
 uint32_t Value(int rank, int call, size_t i, bool floating) {
   const uint32_t v = (rank * 7919u + call * 104729u + static_cast<uint32_t>(i) * 31u) % 1000u;
   if (!floating) return v % 5 == 0 ? 0xFFFFFFFFu : v;  // integers may look like an empty word
-  const float f = static_cast<float>(v) - 500.0f;
-  uint32_t bits;
-  memcpy(&bits, &f, 4);
-  return bits;
+  return std::bit_cast<uint32_t>(static_cast<float>(v) - 500.0f);
 }
 
 // Word i of a rank's input. Operands of maxima and minima have NaN, one of which looks like an
@@ -374,13 +410,10 @@ uint32_t Sum(int ranks, int call, size_t i, bool floating) {
   float real = 0;
   for (int r = 0; r < ranks; ++r) {
     const uint32_t v = Value(r, call, i, floating);
-    float f;
-    memcpy(&f, &v, 4);
-    real = r == 0 ? f : real + f;
+    real = r == 0 ? std::bit_cast<float>(v) : real + std::bit_cast<float>(v);
     integer += v;
   }
-  memcpy(&integer, floating ? static_cast<const void*>(&real) : &integer, 4);
-  return integer;
+  return floating ? std::bit_cast<uint32_t>(real) : integer;
 }
 
 uint32_t WordAt(const char* words, size_t i) {
@@ -431,10 +464,7 @@ uint32_t Expected(const Plan& plan, int ranks, int rank, int call, size_t i) {
   if (plan.hidden > 0 && i >= shard) {
     const size_t row = (i - shard) / plan.hidden, column = (i - shard) % plan.hidden;
     const auto sum = [&](size_t k) {
-      const uint32_t bits = Expected(plan, ranks, rank, call, row * plan.hidden + k);
-      float value;
-      memcpy(&value, &bits, 4);
-      return value;
+      return std::bit_cast<float>(Expected(plan, ranks, rank, call, row * plan.hidden + k));
     };
     float squares[64] = {};  // at least hidden, and a power of 2
     for (size_t k = 0; k < plan.hidden; ++k) squares[k] = sum(k) * sum(k);
@@ -442,10 +472,7 @@ uint32_t Expected(const Plan& plan, int ranks, int rank, int call, size_t i) {
       for (size_t k = 0; k < width; ++k) squares[k] = squares[2 * k] + squares[2 * k + 1];
     }
     const float scale = 1 / std::sqrt(squares[0] / static_cast<float>(plan.hidden) + 1);
-    const float value = sum(column) * scale * Weight(column);
-    uint32_t bits;
-    memcpy(&bits, &value, 4);
-    return bits;
+    return std::bit_cast<uint32_t>(sum(column) * scale * Weight(column));
   }
   return Sum(ranks, call, in, plan.floating);
 }
@@ -481,7 +508,7 @@ template <class Body, class Call>
 long LastSegment(jin::Algorithm algorithm, size_t bytes, const jin::Regions& regions) {
   constexpr int kRanks = 2;
   constexpr uint32_t kSegments = 1 << 20;
-  const Plan plan{algorithm, true, bytes, 1, 1, 0, kSegments};
+  const Plan plan{.algorithm = algorithm, .floating = true, .bytes = bytes, .segments = kSegments};
   const size_t packs = jin::SegmentPacks(plan.algorithm, jin::PacksOf(bytes), kRanks, kSegments);
   const uint32_t last = static_cast<uint32_t>((jin::PacksOf(bytes) - 1) / packs);
   const size_t first_word = last * packs * 4, words = bytes / 4;
@@ -556,76 +583,22 @@ int main(int argc, char** argv) {
   if (variant == "offsets") return Offsets();
   const int ranks = argc > 2 ? atoi(argv[2]) : 4;
   const int calls = argc > 3 ? atoi(argv[3]) : 200;
-  const bool mesh = argc > 5 && std::string(argv[5]) == "mesh";
-  const bool only_permutes = argc > 5 && std::string(argv[5]) == "permutes";
-  const bool only_experts = argc > 5 && std::string(argv[5]) == "experts";
-  const bool only_ragged = argc > 5 && std::string(argv[5]) == "ragged";
+  const std::string mode = argc > 5 ? argv[5] : "";
+  const bool mesh = mode == "mesh";
   if (argc > 4) patience = std::chrono::duration<double>(atof(argv[4]));
 
   std::mt19937 random(20);
   std::vector<Plan> plans;
   uint32_t epochs = 0, permutes = 0;
-  std::vector<jin::Algorithm> kinds(std::begin(jin::kCollectives), std::end(jin::kCollectives));
-  kinds.insert(kinds.end(), std::begin(jin::kExtremes), std::end(jin::kExtremes));
-  kinds.insert(kinds.end(), std::begin(kNorms), std::end(kNorms));
-  kinds.insert(kinds.end(), 3, jin::Algorithm::kPermute);
-  kinds.insert(kinds.end(), 2, jin::Algorithm::kRagged);
-  kinds.insert(kinds.end(), {jin::Algorithm::kDispatch, jin::Algorithm::kCombine});
-  kinds.push_back(jin::Algorithm::kFewRows);
-  if (mesh) kinds = {jin::Algorithm::kHybridCubeMesh};
-  if (only_permutes) kinds = {jin::Algorithm::kPermute};
-  if (only_experts) kinds = {jin::Algorithm::kDispatch, jin::Algorithm::kCombine};
-  if (only_ragged) kinds = {jin::Algorithm::kRagged};
+  const std::vector<jin::Algorithm> kinds = KindsOf(mode);
   for (int k = 0; k < calls; ++k) {
-    const jin::Algorithm algorithm = kinds[random() % kinds.size()];
-    size_t bytes = 4 * (1 + random() % (kMaxBytes / 4));
-    if (random() % 3 == 0) bytes = 16 * ranks * (1 + bytes / (16 * ranks));
-    if (jin::IsNorm(algorithm)) {
-      const uint32_t hidden = 1 + random() % 40;
-      const size_t rows = 1 + random() % 9, row_bytes = 4 * hidden;
-      plans.push_back({algorithm, true, rows * row_bytes,
-                       1 + static_cast<int>(random() % kMaxBlocksHere), 1, random() % 16, 1,
-                       hidden});
-      ++epochs;
-      continue;
-    }
-    if (jin::IsOfExperts(algorithm)) {
-      const uint32_t row_words = 1 + random() % 9, rows = 1 + random() % 40;
-      plans.push_back({algorithm, true, size_t{4} * rows * row_words,
-                       1 + static_cast<int>(random() % kMaxBlocksHere), 1,
-                       random() % 2 == 0 ? 0 : random() % 16});
-      plans.back().experts = jin::ExpertTables::Of(ranks, rows, &random);
-      ++epochs;
-      continue;
-    }
-    if (algorithm == jin::Algorithm::kRagged) {
-      const uint32_t row_words = 1 + random() % 9, rows = 1 + random() % 40;
-      plans.push_back({algorithm, random() % 2 == 0, size_t{4} * rows * row_words,
-                       1 + static_cast<int>(random() % kMaxBlocksHere), 1, random() % 16});
-      plans.back().tables = jin::RaggedTables::Of(ranks, rows, kMaxUpdatesHere, &random);
-      ++epochs;
-      continue;
-    }
-    const bool cut = jin::RunsInSegments(algorithm) && random() % 2 == 0;
-    const bool is_permute = algorithm == jin::Algorithm::kPermute;
-    plans.push_back({algorithm, random() % 2 == 0, bytes,
-                     1 + static_cast<int>(random() % kMaxBlocksHere),
-                     (jin::IsAllReduce(algorithm) || is_permute) && random() % 3 == 0
-                         ? 1 + static_cast<int>(random() % 9)
-                         : 1,
-                     random() % 2 == 0 ? 0 : random() % 16,
-                     cut ? 2 + 2 * static_cast<uint32_t>(random() % 3) : 1, 0,
-                     (algorithm == jin::Algorithm::kAllToAll || is_permute) && random() % 2 == 0});
-    Plan& plan = plans.back();
-    plan.is_unsigned = plan.IsExtreme() && !plan.floating && random() % 2 == 0;
-    for (int m = 0; m < plan.buffers && is_permute; ++m) {
-      plan.sources.push_back(PartialPermutation(ranks, &random));
-    }
-    if (is_permute) {
-      ++permutes;
-      continue;
-    }
-    epochs += jin::Epochs(jin::PhasesOf(plans.back().algorithm), plans.back().segments);
+    const Plan& plan =
+        plans.emplace_back(RandomPlan(kinds[random() % kinds.size()], ranks, &random));
+    const bool is_kernel = plan.hidden == 0 && plan.experts.tokens == 0 && plan.tables.updates == 0;
+    permutes += plan.Permutes();
+    epochs += !is_kernel        ? 1
+              : plan.Permutes() ? 0
+                                : jin::Epochs(jin::PhasesOf(plan.algorithm), plan.segments);
   }
   const uint32_t first_epoch = 0u - epochs / 2;
   const jin::Regions regions(ranks, kEpochBufferBytes, first_epoch);

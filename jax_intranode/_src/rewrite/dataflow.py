@@ -3,8 +3,8 @@
 import itertools
 import math
 from collections import defaultdict
-from collections.abc import Callable, Collection, Hashable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -65,7 +65,6 @@ class Matmul:
     position: int
     equation: Any
     of: equation_kinds.DotGeneral
-    _result_dims: dict[int, list[Factors]] = field(default_factory=dict)
 
     def contracted(self, side: int) -> list[int]:
         """The contracted dimensions of the first (0) or second (1) operand, pairwise."""
@@ -82,10 +81,7 @@ class Matmul:
         The matrix has the free dimensions of operand `rows` as rows, and those of the other operand
         as columns.
         """
-        found = self._result_dims.get(rows)
-        if found is not None:
-            return found
-        found = self._result_dims[rows] = [()] * len(self.of.batch)
+        found: list[Factors] = [()] * len(self.of.batch)
         for side in (0, 1):
             shape = self.equation.invars[side].aval.shape
             free = self.free(side)
@@ -128,35 +124,7 @@ class Dataflow:
                 self.made_at[v] = position
         for v in variables(results):
             self.used_at[v].append(len(equations))
-        self._known: dict[Any, Any] = {}
-        self._numbers: dict[Hashable, int] = {}
         self._views: dict[Var, View] = {}
-        self._kinds: dict[int, int] = {}
-
-    def number(self, *properties: Hashable) -> int:
-        """A number for things that have these properties: layers of a program are alike."""
-        return self._numbers.setdefault(properties, len(self._numbers))
-
-    def once(self, key: Hashable, find: Callable[[], Any]) -> Any:
-        """What follows from a `number`, found once for all things that are alike."""
-        if key not in self._known:
-            self._known[key] = find()
-        return self._known[key]
-
-    def kind(self, matmul: Matmul) -> int:
-        """The `number` of matmuls of arrays of these types that are made in this way."""
-        found = self._kinds.get(matmul.position)
-        if found is None:
-            equation = matmul.equation
-            operands = map(self._kind_of_operand, equation.invars)
-            found = self.number(matmul.of, equation.outvars[0].aval.dtype, *operands)
-            self._kinds[matmul.position] = found
-        return found
-
-    def _kind_of_operand(self, v: Any) -> Hashable:
-        view = self.view(v)
-        made = (view.source.aval.shape, view.dims) if view.path else None
-        return v.aval.shape, v.aval.dtype, made
 
     def maker(self, v: Any) -> Any:
         """The equation that makes a variable; None for arguments and literals."""

@@ -4,7 +4,7 @@ The operation runs at the position of the last equation that it replaces; equati
 its results wait until then.
 """
 
-from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -278,7 +278,6 @@ class Accepted:
         if not accepted:
             return flow.equations
         owner = {p: k for k, (fusion, _) in enumerate(accepted) for p in fusion.removed}
-        dead = _dead_layouts(flow, accepted, owner)
         order = Waiting()
         for k, (fusion, _) in enumerate(accepted):
             order.expect(fusion.results, k)
@@ -288,31 +287,20 @@ class Accepted:
                 fusion, equations = accepted[owned_by]
                 if position == fusion.last:
                     order.run([owned_by], equations)
-            elif position not in dead:
+            else:
                 order.emit(equation)
-        return order.emitted
+        end = len(flow.equations)
+        return _without_dead_layouts(
+            order.emitted, (v for v, p in flow.used_at.items() if end in p)
+        )
 
 
-def _dead_layouts(
-    flow: Dataflow, accepted: Sequence[_Accepted], removed: Container[int]
-) -> set[int]:
-    """The reshapes, transpositions and casts whose results nothing needs any more."""
-    used = {v for fusion, _ in accepted for v in fusion.operands}
-    dead: set[int] = set()
-    # Only what a removed or a dead equation used can have become dead.
-    unused = [v for fusion, _ in accepted for p in fusion.removed for v in flow.uses[p]]
-    while unused:
-        v = unused.pop()
-        position = flow.made_at.get(v)
-        if (
-            position is None
-            or position in removed
-            or position in dead
-            or v in used
-            or not dataflow.is_layout(flow.equations[position], cast=True)
-            or any(p not in removed and p not in dead for p in flow.used_at[v])
-        ):
+def _without_dead_layouts(equations: Sequence[Any], results: Iterable[Var]) -> list[Any]:
+    """The equations without reshapes, transpositions and casts that nothing needs any more."""
+    needed, found = set(results), []
+    for equation in reversed(equations):
+        if dataflow.is_layout(equation, cast=True) and needed.isdisjoint(equation.outvars):
             continue
-        dead.add(position)
-        unused += flow.uses[position]
-    return dead
+        needed.update(dataflow.variables(equation.invars))
+        found.append(equation)
+    return found[::-1]

@@ -64,8 +64,6 @@ class _Gather:
         (self.x,), (self.whole,) = equation.invars, equation.outvars
         self.size = collective.size
         self.peer_bytes = nbytes(self.x.aval) * (self.size - 1)
-        self._kinds: dict[tuple[int, int], int] = {}
-        self._kind = flow.number(collective, self.x.aval.shape, self.x.aval.dtype)
 
     def ranks(self, factors: Factors) -> int | None:
         """The index of the factor whose slowest digits are the rank; None if there is none."""
@@ -94,11 +92,12 @@ class _Gather:
         groups: dict[Any, list[Product]] = defaultdict(list)
         wgrads = []
         for product in products:
-            role = self._role(product)
-            if role.group is not None:
-                groups[role.group].append(product)
-            elif role.is_wgrad:
-                wgrads.append(product)
+            if not self._narrows(product.x.dtypes):
+                continue
+            if self.ranks(product.x.free) is None:
+                wgrads += [product] if self.ranks(product.x.contracted) is not None else []
+            elif not product.transposes or nbytes(product.result.aval) <= MOVED * self.peer_bytes:
+                groups[_shared(product)].append(product)
         if not groups:
             return
         group = max(groups.values(), key=lambda g: sum(p.size for p in g))
@@ -119,36 +118,6 @@ class _Gather:
             if 0 < len(large) < len(group):
                 yield from self._fused(large, None)
 
-    def _kind_of(self, product: Product) -> int:
-        """The number of products that are alike."""
-        which = product.matmul.position, product.side
-        found = self._kinds.get(which)
-        if found is None:
-            x, tail = product.x, product.tail
-            result = tail.result.aval
-            found = self._kinds[which] = self.flow.number(
-                *(self.flow.kind(product.matmul), product.side, x.free, x.contracted, x.dtypes),
-                *(tail.permutation, tail.transposed, result.shape, result.dtype),
-            )
-        return found
-
-    def _role(self, product: Product) -> "_Role":
-        key = _Role, self._kind, self._kind_of(product)
-        return self.flow.once(key, lambda: self._new_role(product))
-
-    def _new_role(self, product: Product) -> "_Role":
-        x, result = product.x, product.tail.result.aval
-        if not self._narrows(x.dtypes):
-            return _NO_ROLE
-        if self.ranks(x.free) is None:
-            return _NO_ROLE if self.ranks(x.contracted) is None else _WEIGHT_GRADIENT
-        transposes = product.transposes
-        if transposes and nbytes(result) > MOVED * self.peer_bytes:
-            return _NO_ROLE
-        precision = product.matmul.precision(product.side)
-        group = x.free, x.contracted, x.dtypes, result.dtype, precision, is_transposed(product.w)
-        return _Role(group, transposes=transposes)
-
     def _narrows(self, dtypes: Sequence[Any]) -> bool:
         """Whether no more bytes are gathered if the shard is cast."""
         widths = [self.x.aval.dtype.itemsize, *(dtype.itemsize for dtype in dtypes)]
@@ -161,10 +130,7 @@ class _Gather:
         needed = self._needed(replaced, group[0].x)
         if needed is None or (wgrad is not None and needed.result is not None):
             return
-        kinds = tuple(map(self._kind_of, members))
-        shape = None if needed.result is None else needed.result.aval.shape
-        key = Operation, self._kind, kinds, wgrad is None, shape
-        operation = self.flow.once(key, lambda: self._operation(group, wgrad, shape))
+        operation = self._operation(group, wgrad, needed.result)
         if operation is None:
             return
         gathered = () if needed.result is None else (needed.result,)
@@ -173,19 +139,19 @@ class _Gather:
             collective=self.position,
             operation=operation,
             operands=(self.x, *(p.w.source for p in members)),
-            results=(*(p.tail.result for p in members), *gathered),
+            results=(*(p.result for p in members), *gathered),
             removed=frozenset({self.position, *replaced, *needed.removed}),
             looked_through=frozenset(q for p in members for q in p.w.path),
-            transposes=any(self._role(p).transposes for p in group),
+            transposes=any(p.transposes for p in group),
             gathered=(self.whole, *gathered),
         )
 
     def _operation(
-        self, group: Sequence[Product], wgrad: Product | None, gathered: tuple[int, ...] | None
+        self, group: Sequence[Product], wgrad: Product | None, gathered: Any
     ) -> Operation | None:
         """The operation for these products, and a weight gradient, if any; None if there is none.
 
-        `gathered` is the shape of the gathered array, if that is a result.
+        `gathered` is the gathered array, if that is a result.
         """
         x, matmul, side = group[0].x, group[0].matmul, group[0].side
         at = self.ranks(x.free)
@@ -199,7 +165,7 @@ class _Gather:
             axes=self.collective.axes,
             axis=len(leading) - 1,
             world_size=self.size,
-            dtype=group[0].tail.result.aval.dtype,
+            dtype=group[0].result.aval.dtype,
             precision=matmul.precision(side),
             transposed=is_transposed(group[0].w),
             gathered=gathered is not None,
@@ -214,11 +180,11 @@ class _Gather:
             if other is None or other.operand.shape[-1] != columns or not params.transposed:
                 return None
             primitive = gradients_of_matmul_reduce_scatter_p
-            its_params = GradientParams(params, True, (0,), wgrad.tail.result.aval.dtype)
+            its_params = GradientParams(params, True, (0,), wgrad.result.aval.dtype)
             layouts.append(other.operand)
             results.append(other.result)
         if gathered is not None:
-            results.append(Layout(x.free + x.contracted, gathered))
+            results.append(Layout(x.free + x.contracted, gathered.aval.shape))
         return Operation(primitive, its_params, tuple(layouts), tuple(results), x.dtypes)
 
     def _needed(self, replaced: set[int], x: Factored) -> "_Needed | None":
@@ -267,23 +233,11 @@ class _Gather:
         return found
 
 
-@dataclass(frozen=True)
-class _Role:
-    """What a matmul of a gathered array may be in an operation.
-
-    Attributes:
-        group: equal for products that one operation can compute; None if it is no product.
-        is_wgrad: whether it may be a weight gradient.
-        transposes: of a product: as in `Fusion`.
-    """
-
-    group: Any
-    is_wgrad: bool = False
-    transposes: bool = False
-
-
-_NO_ROLE = _Role(None)
-_WEIGHT_GRADIENT = _Role(None, is_wgrad=True)
+def _shared(product: Product) -> Any:
+    """What products have in common that one operation can compute."""
+    x, precision = product.x, product.matmul.precision(product.side)
+    dtype = product.result.aval.dtype
+    return x.free, x.contracted, x.dtypes, dtype, precision, is_transposed(product.w)
 
 
 @dataclass(frozen=True)

@@ -34,16 +34,6 @@ class Factored:
     path: tuple[int, ...]
     dtypes: tuple[Any, ...]
 
-    def of(self, operand: Any, flow: Dataflow) -> "Factored":
-        """The same of an operand that is made in the same way, without casts."""
-        if self.path:
-            return self.made_by(flow.view(operand))
-        return Factored(operand, self.free, self.contracted, (), ())
-
-    def made_by(self, view: dataflow.View) -> "Factored":
-        """The same of a view."""
-        return Factored(view.source, self.free, self.contracted, view.path, view.dtypes)
-
 
 def _factored(matmul: Matmul, view: dataflow.View, side: int, order: Sequence[int]) -> Factored:
     """An operand, with its contracted dimensions in an order."""
@@ -74,18 +64,12 @@ def factored(
 ) -> tuple[Factored, Factored]:
     """Operand `side`, as this view, and the other one."""
     other = matmul.equation.invars[1 - side]
-    made = view.dims if view.path else None
-
-    def both() -> tuple[Factored, Factored]:
-        order = _pairs_in_order(matmul, view, side)
-        w = _factored(matmul, flow.view(other), 1 - side, order)
-        if not (views.in_order(w.contracted, w.free) or views.in_order(w.free, w.contracted)):
-            # The program has transposed it, and so need not we.
-            w = _factored(matmul, dataflow.itself(other), 1 - side, order)
-        return _factored(matmul, view, side, order), w
-
-    x, w = flow.once((factored, flow.kind(matmul), side, made, view.dtypes), both)
-    return x.made_by(view), w.of(other, flow)
+    order = _pairs_in_order(matmul, view, side)
+    w = _factored(matmul, flow.view(other), 1 - side, order)
+    if not (views.in_order(w.contracted, w.free) or views.in_order(w.free, w.contracted)):
+        # The program has transposed it, and so need not we.
+        w = _factored(matmul, dataflow.itself(other), 1 - side, order)
+    return _factored(matmul, view, side, order), w
 
 
 def is_transposed(w: Factored) -> bool:
@@ -135,6 +119,11 @@ class Product:
     x: Factored
     w: Factored
     tail: Tail
+
+    @property
+    def result(self) -> Any:
+        """The variable of the result."""
+        return self.tail.result
 
     @property
     def size(self) -> int:

@@ -98,23 +98,6 @@ def _summands(flow: Dataflow, v: Any, path: list[int]) -> list[_Summand] | None:
     return None
 
 
-@dataclass(frozen=True)
-class _Form:
-    """What a sum of matmuls may become, for all sums that are alike.
-
-    Attributes:
-        operation: the operation.
-        leading: the dimensions of its rows.
-        transposes: as in `Fusion`.
-        terms: for each matmul the operand that has the rows, and both operands.
-    """
-
-    operation: Operation
-    leading: tuple[int, ...]
-    transposes: bool
-    terms: tuple[tuple[int, Factored, Factored], ...]
-
-
 class _Sum:
     """A reduce-scatter or an all-reduce of a sum of matmuls."""
 
@@ -139,18 +122,8 @@ class _Sum:
 
     def candidates(self, summands: Sequence[_Summand]) -> Iterator[Fusion]:
         """What it and these matmuls may become, the best first."""
-        flow, total, result = self.flow, self.total.aval, self.result.aval
-        kind = flow.number(
-            *(self.collective, self.transposed, total.shape, total.dtype, result.shape),
-            *((flow.kind(s.matmul), s.dims) for s in summands),
-        )
-
-        def forms() -> list[_Form]:
-            found = (self._with_rows(summands, side) for side in self._sides(summands[0]))
-            return [form for form in found if form is not None]
-
-        for form in flow.once((_Form, kind), forms):
-            yield from self._fusions(form, [summand.matmul for summand in summands])
+        for side in self._sides(summands[0]):
+            yield from self._with_rows(summands, side)
 
     def _sides(self, summand: _Summand) -> list[int]:
         """The operands whose free dimensions may be the rows, the better one first."""
@@ -169,18 +142,18 @@ class _Sum:
             return factored(matmul, dataflow.itself(operand), side, self.flow)
         return found
 
-    def _with_rows(self, summands: Sequence[_Summand], side: int) -> _Form | None:
-        """The form where the rows are the free dimensions of operand `side` of the first matmul.
+    def _with_rows(self, summands: Sequence[_Summand], side: int) -> Iterator[Fusion]:
+        """Those where the rows are the free dimensions of operand `side` of the first matmul.
 
-        The sum is a matrix of rows and columns. All matmuls must have the same one. None if they
-        have not, or if too much would be transposed.
+        The sum is a matrix of rows and columns. All matmuls must have the same one. There are none
+        if they have not, or if too much would be transposed.
         """
         dims = _of_matrix(summands[0], side)
         terms = []
         for summand in summands:
             fitting = [s for s in (0, 1) if _of_matrix(summand, s) == dims]
             if not fitting:
-                return None
+                return
             own = side if side in fitting else fitting[0]
             terms.append((summand.matmul, own, *self._operands(summand.matmul, own)))
         x, w = terms[0][2:]
@@ -191,12 +164,12 @@ class _Sum:
             is_transposed(other) != transposed or matmul.precision(own) != precision
             for matmul, own, _, other in terms
         ):
-            return None
+            return
         leading: tuple[int, ...] = (rows,)
         if self.scatters:
             found = self._scattered(dims, rows)
             if found is None:
-                return None
+                return
             leading, dims = found
         result = Layout(views.joined(*dims), self.result.aval.shape)
         layouts = [rows_of(x, leading) for _, _, x, _ in terms]
@@ -208,7 +181,9 @@ class _Sum:
         transposes = result.moves and not self.transposed
         moved += nbytes(self.result.aval) * transposes
         if moved > MOVED * self._peer_bytes():
-            return None
+            return
+        xs, ws = [x for _, _, x, _ in terms], [w for *_, w in terms]
+        matrices = [matrix(w, transposed) for w in ws]
         params = AllReduceMatmulParams(
             axes=self.collective.axes,
             axis=0,
@@ -218,6 +193,11 @@ class _Sum:
             transposed=transposed,
             terms=len(terms),
             invariant=self.collective.invariant,
+            copies=not self.scatters
+            and any(
+                layout.moves or self.flow.is_computed(w.source)
+                for layout, w in zip(matrices, ws, strict=True)
+            ),
         )
         its_params: SumMatmulParams = params
         if self.scatters:
@@ -226,40 +206,22 @@ class _Sum:
         operation = Operation(
             matmul_reduce_scatter_p if self.scatters else matmul_all_reduce_p,
             its_params,
-            (*layouts, *(matrix(w, transposed) for *_, w in terms)),
+            (*layouts, *matrices),
             (result,),
         )
-        of_terms = tuple((own, x, w) for _, own, x, w in terms)
-        return _Form(operation, leading, transposes, of_terms)
-
-    def _fusions(self, form: _Form, matmuls: Sequence[Matmul]) -> Iterator[Fusion]:
-        """The operation in the place of these matmuls, the best first."""
-        flow, xs, ws = self.flow, [], []
-        for matmul, (own, x, w) in zip(matmuls, form.terms, strict=True):
-            operands = matmul.equation.invars
-            xs.append(x.of(operands[own], flow))
-            ws.append(w.of(operands[1 - own], flow))
-        operation = form.operation
-        layouts = operation.operands[len(xs) :]
-        if not self.scatters and any(
-            layout.moves or flow.is_computed(w.source)
-            for layout, w in zip(layouts, ws, strict=True)
-        ):
-            copies = dataclasses.replace(operation.params, copies=True)
-            operation = dataclasses.replace(operation, params=copies)
         plain = Fusion(
-            flow=flow,
+            flow=self.flow,
             collective=self.position,
             operation=operation,
             operands=tuple(operand.source for operand in (*xs, *ws)),
             results=(self.result,),
             removed=frozenset({self.position, *self.path}),
             looked_through=frozenset(p for operand in (*xs, *ws) for p in operand.path),
-            transposes=form.transposes,
+            transposes=transposes,
             summed=tuple(x.source for x in xs),
         )
-        if self.scatters and form.operation.params.transposed:
-            yield from self._with_weight_gradients(plain, xs, form.leading)
+        if self.scatters and transposed:
+            yield from self._with_weight_gradients(plain, xs, leading)
         yield plain
 
     def _peer_bytes(self) -> int:
@@ -292,7 +254,7 @@ class _Sum:
             parts = [*dims[:dimension], *dims[dimension + 1 :]]
         else:
             parts = [*dims[:dimension], scattered, *dims[dimension + 1 :]]
-        part = [views.joined([of_part(f) for f in factors]) for factors in parts]
+        part = [views.joined(tuple(map(of_part, factors))) for factors in parts]
         return leading_dims(rows, stride * size), part
 
     def _with_weight_gradients(
@@ -311,7 +273,7 @@ class _Sum:
                 )
                 gradient = weight_gradient(product, x, leading)
                 if gradient is not None and gradient.operand.shape[-1] == columns:
-                    dtype = product.tail.result.aval.dtype
+                    dtype = product.result.aval.dtype
                     found[gradient.source, gradient.operand, dtype].append((k, product, gradient))
         for (source, operand, dtype), gradients in found.items():
             of_terms = {k: (product, gradient) for k, product, gradient in gradients}
@@ -328,7 +290,7 @@ class _Sum:
                     (*operation.results, *(gradient.result for _, gradient in of_terms.values())),
                 ),
                 operands=(*plain.operands, source),
-                results=(*plain.results, *(product.tail.result for product in products)),
+                results=(*plain.results, *(product.result for product in products)),
                 removed=plain.removed.union(*(product.positions for product in products)),
                 looked_through=plain.looked_through.union(
                     *((*product.x.path, *product.w.path) for product in products)
@@ -344,4 +306,4 @@ def _of_matrix(summand: _Summand, rows: int) -> list[Factors]:
         (own,) = of_result[f.dim]
         return Factor(own.dim, own.stride * f.stride, f.size)
 
-    return [views.joined([factor(f) for f in factors]) for factors in summand.dims]
+    return [views.joined(tuple(map(factor, factors))) for factors in summand.dims]

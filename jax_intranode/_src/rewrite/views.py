@@ -32,22 +32,24 @@ class Factor(NamedTuple):
 # factors that are one factor are joined, so equal dimensions compare equal.
 Factors = tuple[Factor, ...]
 
+# Layers of a program are alike. So many results of each function here are kept.
+_KNOWN = 4096
+
 
 def size_of(factors: Sequence[Factor]) -> int:
     """The length of a dimension."""
     return math.prod(f.size for f in factors)
 
 
-@functools.lru_cache
+@functools.lru_cache(_KNOWN)
 def whole(shape: tuple[int, ...]) -> tuple[Factors, ...]:
     """The dimensions of the source itself."""
     return tuple((Factor(i, 1, n),) if n > 1 else () for i, n in enumerate(shape))
 
 
-def joined(*parts: Sequence[Factor]) -> Factors:
+@functools.lru_cache(_KNOWN)
+def joined(*parts: Factors) -> Factors:
     """One dimension that runs over several, the first of them slowest."""
-    if len(parts) == 1 and len(parts[0]) < 2:
-        return tuple(parts[0])
     found: list[Factor] = []
     for part in parts:
         for f in part:
@@ -73,11 +75,11 @@ def digits(factors: Sequence[Factor], stride: int, size: int) -> Factors | None:
                 return None
             found.append(Factor(f.dim, f.stride * (start // low), end // start))
         low = high
-    result = joined(found[::-1])
+    result = joined(tuple(found[::-1]))
     return result if size_of(result) == size else None
 
 
-@functools.lru_cache
+@functools.lru_cache(_KNOWN)
 def reshaped(dims: tuple[Factors, ...], shape: tuple[int, ...]) -> tuple[Factors, ...] | None:
     """The dimensions after a reshape; None if factors do not describe them."""
     flat = joined(*dims)
@@ -85,11 +87,10 @@ def reshaped(dims: tuple[Factors, ...], shape: tuple[int, ...]) -> tuple[Factors
     return None if None in found else tuple(dim for dim in found if dim is not None)
 
 
-def in_order(*parts: Sequence[Factor]) -> bool:
+@functools.lru_cache(_KNOWN)
+def in_order(*parts: Factors) -> bool:
     """Whether the source, reshaped, has these dimensions: no element moves in memory."""
     factors = joined(*parts)
-    if len(factors) < 2:
-        return True
     return list(factors) == sorted(factors, key=_position)
 
 

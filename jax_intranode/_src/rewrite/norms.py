@@ -21,9 +21,6 @@ from jax_intranode._src.rewrite.dataflow import Dataflow
 from jax_intranode._src.rewrite.fusion import FARTHEST, Accepted, Replacement
 from jax_intranode._src.selection import select
 
-# A parameter that is made in more steps is read from the middle on, as if it were given there.
-_MOST_STEPS = 32
-
 
 def rewrite(equations: Sequence[Any], results: Sequence[Any], body: Body) -> Sequence[Any]:
     """The equations of a jaxpr that has these results; the same object if nothing changes."""
@@ -171,7 +168,7 @@ def _parameter(
     reader: rows.Reader,
     v: Any,
     known: dict[Any, rows.Rows | None],
-    steps: int = _MOST_STEPS,
+    steps: int = rows.MOST_STEPS,
 ) -> rows.Rows | None:
     """A variable that does not depend on h, as a parameter or as a function of some."""
     if v not in known:

@@ -9,7 +9,7 @@ Roundings and casts are ignored.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -31,6 +31,10 @@ _DIFFERENCES: dict[Any, str] = {
     (((_SQUARES, 1.0),), ((_MEAN, 2.0),)): _VARIANCE,
 }
 _NORMS = {(_H, _SQUARES): "rms_norm", (_CENTERED, _VARIANCE): "layer_norm"}
+
+
+# A parameter that is made in more steps is read from the middle on, as if it were given there.
+MOST_STEPS = 32
 
 
 class _Unknown(Exception):
@@ -207,14 +211,12 @@ class Reader:
         called = equation_kinds.called_jaxpr(equation)
         if called is not None:
             return self._call(called, operands)
-        known = [v for v in operands if v is not None]
-        if len(known) < len(operands) or len(unknown) != 1:
+        if len(unknown) != 1:
             return unknown
-        try:
-            return [self._result(equation, known)]
-        # Any numbers may stand in a program, for instance a division by 0 or a power of nan.
-        except (_Unknown, ArithmeticError, LookupError, ValueError):
-            return unknown
+        params = equation.params
+        how = next((params[n] for n in ("axes", "broadcast_dimensions", "y") if n in params), None)
+        of = equation.primitive.name, operands, equation.invars[0].aval, equation.outvars[0].aval
+        return [self.result(*of, how)]
 
     def _operand(self, v: Any, value: Callable[[Any], Rows | None]) -> Rows | None:
         if not isinstance(v, Literal):
@@ -231,24 +233,44 @@ class Reader:
             known.update(zip(equation.outvars, self.read(equation, known.get), strict=True))
         return [self._operand(v, known.get) for v in jaxpr.outvars]
 
-    def _result(self, equation: Any, operands: list[Rows]) -> Rows:
-        name, (x, *_) = equation.primitive.name, operands
-        before, after = equation.invars[0].aval, equation.outvars[0].aval
+    def result(
+        self, name: str, operands: Sequence[Rows | None], before: Any, after: Any, how: Any
+    ) -> Rows | None:
+        """The result of an operation of jax.lax; None if it is not known.
+
+        Args:
+            name: the operation.
+            operands: what they are.
+            before: the type of the first operand.
+            after: the type of the result.
+            how: the dimensions that it sums, or along which it broadcasts; or an exponent.
+        """
+        known = [v for v in operands if v is not None]
+        if len(known) < len(operands):
+            return None
+        try:
+            return self._result(name, known, before, after, how)
+        # Any numbers may stand in a program, for instance a division by 0 or a power of nan.
+        except (_Unknown, ArithmeticError, LookupError, ValueError):
+            return None
+
+    def _result(self, name: str, operands: list[Rows], before: Any, after: Any, how: Any) -> Rows:
+        x = operands[0]
         if name in _ARITHMETIC:
             return _ARITHMETIC[name](*operands)
         if name == "convert_element_type" and after.dtype.name in FLOATS:
             return x
         if name == "integer_pow":
-            return _power(x, float(equation.params["y"]))
+            return _power(x, float(how))
         if name == "reduce_sum":
-            return self._sum_of_rows(x, before.shape, equation.params["axes"])
+            return self._sum_of_rows(x, before.shape, how)
         if name not in ("broadcast_in_dim", "reshape", "squeeze", "expand_dims"):
             raise _Unknown
         if x.is_number:
             return replace(x, dims=(None,) * after.ndim)
         if name != "broadcast_in_dim":
             return replace(x, dims=_reshaped(x.dims, before.shape, after.shape))
-        placed = dict(zip(equation.params["broadcast_dimensions"], x.dims, strict=True))
+        placed = dict(zip(how, x.dims, strict=True))
         return replace(x, dims=tuple(map(placed.get, range(after.ndim))))
 
     def _sum_of_rows(self, x: Rows, shape: tuple[int, ...], axes: Any) -> Rows:

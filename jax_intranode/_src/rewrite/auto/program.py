@@ -219,6 +219,11 @@ class Program:
                 return tuple(tuple(a for a in axes if a not in bound) for axes in found)
         return found
 
+    def is_divided(self, value: Any) -> bool:
+        """Whether a device may not have all of a value."""
+        spec = self.spec(value)
+        return spec is None or any(spec)
+
     def changes_nothing(self, operation: Any) -> bool:
         """Whether an operation is a reshard of an array that is sharded so already."""
         if operation.name not in RESHARDS:

@@ -17,6 +17,7 @@ from typing import Any
 from jax import lax
 from jax.extend.mlir import ir
 
+from jax_intranode._src.rewrite.auto.kinds import Kind, aval
 from jax_intranode._src.rewrite.auto.modules import (
     FENCES,
     RESHARDS,
@@ -26,7 +27,7 @@ from jax_intranode._src.rewrite.auto.modules import (
     operations,
     owner,
 )
-from jax_intranode._src.rewrite.auto.operations import Candidate, Kind, aval
+from jax_intranode._src.rewrite.auto.operations import Candidate
 from jax_intranode._src.rewrite.auto.plans import Axes, Plan, Spec, local_size
 from jax_intranode._src.rewrite.auto.program import Program
 from jax_intranode._src.rewrite.auto.tails import Tail
@@ -89,7 +90,7 @@ class Member:
 
     def outputs(self) -> tuple[Any, ...]:
         """The values of the program that it makes, all sharded as its plan says."""
-        return self.tail.outputs if self.tail else (self.candidate.operation.results[0],)
+        return self.tail.outputs if self.tail else tuple(self.candidate.operation.results)
 
     def replaced(self) -> list[Any]:
         """The operations of the program that are not needed any more."""
@@ -113,8 +114,12 @@ class Member:
         """Its results on a device, from its gathered operands."""
         assert self.kind.compute is not None  # as there is a plan
         count = len(self.candidate.values)
-        result = self.plan.summed(self.kind.compute(*operands[:count]), self.kind.collective)
-        return self.tail(result, operands[count:]) if self.tail else [result]
+        if self.kind.on_shards is not None:
+            results = self.kind.on_shards(self.plan, *operands[:count])
+        else:
+            product = self.kind.compute(*operands[:count])
+            results = (self.plan.summed(product, self.kind.collective),)
+        return self.tail(results[0], operands[count:]) if self.tail else [*results]
 
     def communicates(self) -> bool:
         """Whether it sends anything."""

@@ -14,6 +14,7 @@ from typing import Any
 from jax.extend.mlir import ir
 
 from jax_intranode._src.rewrite import sums
+from jax_intranode._src.rewrite.auto.kinds import aval
 from jax_intranode._src.rewrite.auto.modules import (
     RESHARDS,
     dot_dimensions,
@@ -21,7 +22,7 @@ from jax_intranode._src.rewrite.auto.modules import (
     number,
     owner,
 )
-from jax_intranode._src.rewrite.auto.operations import Candidate, aval
+from jax_intranode._src.rewrite.auto.operations import Candidate
 from jax_intranode._src.rewrite.auto.plans import Gather, Spec, dot_labels, local_size
 from jax_intranode._src.rewrite.auto.program import ELEMENTWISE, MADE_ANYWHERE, Program
 

@@ -2,50 +2,23 @@
 
 import dataclasses
 import itertools
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import stablehlo
 
 from jax_intranode._src import reasons
-from jax_intranode._src.jax_private import mlir_text
 from jax_intranode._src.operations import COLLECTIVE, of_kind
 from jax_intranode._src.rewrite.auto import partitioner, plans
-from jax_intranode._src.rewrite.auto.modules import RESHARDS, dot_dimensions, integer, number, splat
+from jax_intranode._src.rewrite.auto.kinds import Kind, aval, kind_of, reduction_of
+from jax_intranode._src.rewrite.auto.modules import integer, number
 from jax_intranode._src.rewrite.auto.plans import Axes, Gather, Labels, Plan, Sum
 from jax_intranode._src.rewrite.auto.program import Program
-
-
-@dataclass(frozen=True)
-class Kind:
-    """What an operation computes.
-
-    Attributes:
-        name: "dot_general", "reduce" or "reshard".
-        key: identifies the kind.
-        labels: the labels of its dimensions.
-        compute: the operation, of JAX arrays; None if it is left whatever it sends.
-        operands: how many of the MLIR operation's operands are arrays.
-        reason: why it is left, then.
-        axes: the axes of the collective that it is itself, in a partly manual shard_map.
-        collective: what combines the results of the devices, where a plan has sums.
-    """
-
-    name: str
-    key: Any
-    labels: Labels
-    compute: Callable[..., Any] | None
-    operands: int
-    reason: str = ""
-    axes: Axes = ()
-    collective: str = "psum"
 
 
 @dataclass(frozen=True)
@@ -93,115 +66,14 @@ class Candidate:
         return labels.operands[gather.operand][gather.dimension] not in labels.result
 
 
-def aval(value: Any) -> Any | None:
-    """The type of a value for JAX; None if this package doesn't know it."""
-    try:
-        ranked = ir.RankedTensorType(value.type)
-    except ValueError:
-        return None
-    name = mlir_text.dtype_of(ranked)
-    if name is None or any(ranked.is_dynamic_dim(i) for i in range(ranked.rank)):
-        return None
-    if jax.dtypes.canonicalize_dtype(name) != name:  # 64 bits, traced when they were enabled
-        return None
-    return jax.ShapeDtypeStruct(tuple(ranked.shape), jnp.dtype(name))
-
-
-def kind_of(operation: Any) -> Kind | None:
-    """What an operation computes; None if nothing of it can be ours."""
-    if operation.name in ("stablehlo.dot_general", "stablehlo.dot"):
-        return _dot_general(operation)
-    if operation.name == "stablehlo.reduce":
-        return _reduce(operation)
-    if operation.name in RESHARDS:
-        rank = len(ir.RankedTensorType(operation.results[0].type).shape)
-        labels = tuple(range(rank))
-        return Kind("reshard", ("reshard",), Labels((labels,), labels), lambda x: x, 1)
-    return None
-
-
-def _dot_general(operation: Any) -> Kind:
-    attributes = operation.attributes
-    contracting, batch = dot_dimensions(operation)
-    precision = (lax.Precision.DEFAULT,) * 2
-    if "precision_config" in attributes:
-        precision = tuple(
-            getattr(lax.Precision, str(stablehlo.PrecisionAttr(x).value))
-            for x in attributes["precision_config"]
-        )
-    ranks = [len(ir.RankedTensorType(value.type).shape) for value in operation.operands]
-    labels = plans.dot_labels(contracting, batch, ranks)
-    result = aval(operation.results[0])
-    if "algorithm" in attributes or result is None:
-        reason = reasons.DOT_ALGORITHM if result else reasons.UNKNOWN_DTYPE
-        return Kind("dot_general", None, labels, None, 2, reason)
-    dtype = result.dtype
-
-    def compute(x: Any, w: Any) -> Any:
-        return lax.dot_general(
-            x, w, (contracting, batch), precision=precision, preferred_element_type=dtype
-        )
-
-    key = "dot_general", contracting, batch, precision, dtype.name
-    return Kind("dot_general", key, labels, compute, 2)
-
-
-# How a reduction is computed on a device, and among devices.
-_REDUCTIONS = {
-    "stablehlo.add": (lax.reduce_sum, "psum"),
-    "stablehlo.maximum": (lax.reduce_max, "pmax"),
-    "stablehlo.minimum": (lax.reduce_min, "pmin"),
-}
-
-
-def _reduction(block: Any) -> tuple[Callable[..., Any], str] | None:
-    """The reduction that a block is of two numbers; None if it is another one."""
-    names = [o.operation.name for o in block.operations]
-    return _REDUCTIONS.get(names[0]) if names[1:] == ["stablehlo.return"] else None
-
-
-def _start(collective: str, dtype: Any) -> float:
-    """Where a sum, maximum or minimum begins."""
-    if collective == "psum":
-        return 0.0
-    if jnp.issubdtype(dtype, jnp.integer):
-        limits = jnp.iinfo(dtype)
-        return float(limits.min if collective == "pmax" else limits.max)
-    return -math.inf if collective == "pmax" else math.inf
-
-
-def _reduce(operation: Any) -> Kind:
-    count = len(operation.results)
-    dimensions = tuple(ir.DenseI64ArrayAttr(operation.attributes["dimensions"]))
-    rank = len(ir.RankedTensorType(operation.operands[0].type).shape)
-    own = tuple(range(rank))
-    labels = Labels((own,) * count, tuple(i for i in own if i not in dimensions))
-    reduction = _reduction(operation.regions[0].blocks[0])
-    of = aval(operation.operands[0])
-    if reduction is None or count > 1:
-        return Kind("reduce", None, labels, None, count, reasons.NO_SUM)
-    reduce, collective = reduction
-    reason = ""
-    if of is None:
-        reason = reasons.UNKNOWN_DTYPE
-    elif splat(operation.operands[1]) != _start(collective, of.dtype):
-        reason = reasons.SUM_FROM_OTHER
-
-    def compute(x: Any) -> Any:
-        return reduce(x, dimensions)
-
-    return Kind(
-        *("reduce", ("reduce", collective, dimensions), labels, None if reason else compute),
-        *(1, reason, (), collective),
-    )
-
-
 def find(operation: Any, program: Program) -> Candidate | None:
     """An operation with its plan, or why it is left; None if it sends nothing and has no plan."""
     if operation.name in COLLECTIVES:
         return _collective(operation, program)
     kind = kind_of(operation)
     if kind is None:
+        return None
+    if kind.name in ("gather", "scatter") and not program.in_order:
         return None
     values = tuple(operation.operands)[: kind.operands]
     specs = tuple(program.spec(value) for value in (*values, operation.results[0]))
@@ -268,6 +140,9 @@ def _decide(
         for shape, spec in zip((*shapes, result.shape), (*ins, out), strict=True)
     ):
         return None, reasons.UNEVEN
+    if kind.name in ("argmax", "argmin"):  # XLA gathers elements and indices, which is more
+        candidates = [plan for plan in candidates if not plan.gathers]
+        return (candidates[0], None) if len(candidates) == 1 else (None, reasons.NO_PLAN)
     if not candidates:
         return None, reasons.NO_PLAN
     of_xla = partitioner.collectives(kind.key, kind.compute, avals, ins, out, mesh)
@@ -320,7 +195,7 @@ def _collective(operation: Any, program: Program) -> Candidate:
     if len(values) != 1 or None in avals:
         return planned(None, reasons.SEVERAL_OPERANDS if len(values) > 1 else reasons.UNKNOWN_DTYPE)
     for block in (block for region in operation.regions for block in region.blocks):
-        reduction = _reduction(block)
+        reduction = reduction_of(block)
         if reduction is None or (name == "reduce_scatter" and reduction[1] != "psum"):
             return planned(None, reasons.NO_SUM)
         collective = reduction[1]

@@ -103,6 +103,14 @@ class Plan:
         """The sums that are scattered."""
         return tuple(each for each in self.sums if each.dimension is not None)
 
+    def computed(self, operand: int, dimension: int) -> Axes:
+        """The axes over which a dimension of an operand is sharded while it is computed."""
+        found = self.operands[operand][dimension]
+        for each in self.gathers:
+            if (each.operand, each.dimension) == (operand, dimension):
+                found = found[: -len(each.axes)]
+        return found
+
     def summed(self, product: Any, collective: str) -> Any:
         """The result on a device, from its product, by "psum", "pmax" or "pmin"."""
         for each in self.sums:

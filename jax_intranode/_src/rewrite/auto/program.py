@@ -63,6 +63,7 @@ class Program:
         module: the copy.
         mesh: the mesh of its shardings.
         mesh_name: the mesh's symbol.
+        in_order: whether devices know their places in the mesh: those in the list of devices.
         decisions: how operations are computed, by what they are, for operations.py.
     """
 
@@ -104,6 +105,7 @@ class Program:
         positions = list(attribute.device_ids) or list(range(math.prod(sizes)))
         if sorted(positions) != list(range(len(devices))):
             raise Unsuitable(reasons.MESH_OF_OTHER_DEVICES)
+        self.in_order = positions == sorted(positions)
         self.mesh = jax.sharding.Mesh(
             np.array([devices[i] for i in positions], dtype=object).reshape(sizes),
             names,

@@ -12,8 +12,8 @@ from jax import lax
 from jax.extend.mlir import ir
 
 from jax_intranode._src.rewrite import rows
+from jax_intranode._src.rewrite.auto.kinds import aval, kind_of
 from jax_intranode._src.rewrite.auto.modules import FENCES, RESHARDS, number, operands, owner, splat
-from jax_intranode._src.rewrite.auto.operations import aval, kind_of
 from jax_intranode._src.rewrite.auto.program import Program
 
 # A norm has about ten operations; others may stand between.

@@ -122,13 +122,13 @@ def reduction_of(block: Any) -> tuple[Callable[..., Any], str] | None:
     return _REDUCTIONS.get(names[0]) if names[1:] == ["stablehlo.return"] else None
 
 
-def _start(collective: str, dtype: Any) -> float:
+def _start(collective: str, dtype: Any) -> Any:
     """Where a sum, maximum or minimum begins."""
     if collective == "psum":
         return 0.0
     if jnp.issubdtype(dtype, jnp.integer):
         limits = jnp.iinfo(dtype)
-        return float(limits.min if collective == "pmax" else limits.max)
+        return limits.min if collective == "pmax" else limits.max
     return -math.inf if collective == "pmax" else math.inf
 
 
@@ -148,7 +148,7 @@ def _reduce(operation: Any) -> Kind:
     reason = ""
     if of is None:
         reason = reasons.UNKNOWN_DTYPE
-    elif splat(operation.operands[1]) != _start(collective, of.dtype):
+    elif splat(operation.operands[1]) != float(_start(collective, of.dtype)):
         reason = reasons.SUM_FROM_OTHER
 
     def compute(x: Any) -> Any:
@@ -178,18 +178,22 @@ def _arg_reduction(operation: Any, labels: Labels) -> Kind | None:
     name = _chosen(operation.regions[0].blocks[0], is_float)
     if name is None or not jnp.issubdtype(of_index.dtype, jnp.integer):
         return None
-    collective, reduce = ("pmax", lax.reduce_max) if name == "argmax" else ("pmin", lax.reduce_min)
-    if start != _start(collective, of.dtype):
+    collective, better = ("pmax", lax.gt) if name == "argmax" else ("pmin", lax.lt)
+    if start != float(_start(collective, of.dtype)):
         return None
     dimensions = tuple(ir.DenseI64ArrayAttr(operation.attributes["dimensions"]))
 
+    def choose(one: Any, other: Any) -> tuple[Any, Any]:
+        (x, i), (y, j) = one, other
+        first = better(x, y) | (x != x)
+        return jnp.where(first, x, y), jnp.where(first | ((x == y) & (i < j)), i, j)
+
     def on_shards(plan: Plan, x: Any, indices: Any) -> tuple[Any, Any]:
-        best = plan.summed(reduce(x, dimensions), collective)
-        of_all = lax.broadcast_in_dim(best, x.shape, labels.result)
-        last = jnp.iinfo(indices.dtype).max
-        found = lax.reduce_min(jnp.where((x == of_all) | (x != x), indices, last), dimensions)
-        # The reduction begins with an element, too.
-        found = jnp.minimum(found, jnp.where(best == start, int(index), last).astype(found.dtype))
+        inits = np.array(_start(collective, x.dtype), x.dtype), np.array(index, indices.dtype)
+        own, found = lax.reduce((x, indices), inits, choose, dimensions)
+        best = plan.summed(own, collective)
+        last = np.array(jnp.iinfo(indices.dtype).max, indices.dtype)
+        found = jnp.where((own == best) | (own != own), found, last)
         return best, plan.summed(found, "pmin")
 
     key = name, dimensions, int(index)

@@ -114,14 +114,28 @@ def test_axes_of_one_device() -> None:
 
 
 def test_reductions_that_jax_decorates() -> None:
-    """JAX says of the numbers that argmax compares how they are sharded. It stays XLA's."""
+    """JAX says of the numbers that argmax compares how they are sharded."""
 
     def f(x: Any, w: Any) -> Any:
         y = jnp.dot(x, w, out_sharding=P("data", None))
         return jnp.argmax(y, 0), jnp.max(y, 0), y.sum()
 
     with jax.set_mesh(explicit_mesh()):
-        assert check(f, put(0, (8, 32), "data", "model"), put(1, (32, 16), "model", None)) == 3
+        assert check(f, put(0, (8, 32), "data", "model"), put(1, (32, 16), "model", None)) == 5
+
+
+def test_lookups_in_a_sharded_table() -> None:
+    """A lookup and its gradient, with the next word by argmax."""
+
+    def loss(table: Any, words: Any) -> Any:
+        rows = table.at[words].get(out_sharding=P("data", None))
+        chosen = jnp.argmax(jnp.dot(rows, table.T, out_sharding=P("data", "model")), -1)
+        return (rows**2).sum(), chosen
+
+    with jax.set_mesh(explicit_mesh()):
+        table = put(0, (64, 16), "model", None)
+        words = jax.device_put(np.arange(8, dtype=np.int32) * 9, P("data"))
+        assert check(jax.grad(loss, has_aux=True), table, words) >= 4
 
 
 def test_fsdp_and_tensor_parallelism() -> None:

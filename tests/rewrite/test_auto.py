@@ -463,7 +463,7 @@ def test_a_reduction_of_two_that_is_no_argmax() -> None:
 
     def last(one: Any, other: Any) -> Any:
         (x, i), (y, j) = one, other
-        return jnp.maximum(x, y), jnp.where((x > y) | ((x == y) & (i > j)), i, j)
+        return jnp.where(x > y, x, y), jnp.where((x > y) | ((x == y) & (i > j)), i, j)
 
     def both(one: Any, other: Any) -> Any:
         return one[0] + other[0], one[1] + other[1]
@@ -1216,7 +1216,7 @@ def test_results_that_are_gathered(what: str) -> None:
 
 
 def test_what_is_left_is_told_whole() -> None:
-    """Maxima with rows of a table, and a cumulative sum: XLA's collectives are rows with their lines."""
+    """Maxima in a table, and a cumulative sum: XLA's collectives are rows with their lines."""
     mesh = two_axes()
 
     def f(table: Any, words: Any, w: Any) -> Any:

@@ -242,6 +242,9 @@ def _chosen(block: Any, has_nan: bool) -> str | None:
 
 # Rows of a table.
 
+# The elements of the result are those of the operand.
+_OF_ONE_VALUE = RESHARDS | {"stablehlo.broadcast_in_dim", "stablehlo.reshape"}
+
 
 def _lookup(operation: Any) -> Kind | None:
     """The kind of a gather of rows of a table by their numbers, or of a sum into them by scatter.
@@ -311,7 +314,7 @@ def _lookup(operation: Any) -> Kind | None:
         labels = Labels((own, indices), result)
         return Kind(name, (name, numbers), labels, compute, 2, on_shards=on_shards)
     reduction, start = reduction_of(operation.regions[0].blocks[0]), values[0]
-    while (maker := owner(start)) is not None and maker.name == "stablehlo.broadcast_in_dim":
+    while (maker := owner(start)) is not None and maker.name in _OF_ONE_VALUE:
         start = maker.operands[0]
     if reduction is None or reduction[1] != "psum":
         return None

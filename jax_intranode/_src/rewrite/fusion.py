@@ -68,13 +68,6 @@ class Operation:
     results: tuple[Layout, ...]
     dtypes: tuple[Any, ...] = ()
 
-    def __hash__(self) -> int:
-        return self._hash
-
-    @cached_property
-    def _hash(self) -> int:
-        return hash((self.primitive, self.params, self.operands, self.results, self.dtypes))
-
     def avals(self, avals: Sequence[Any]) -> list[Any]:
         """The types of the primitive's operands."""
         found = [a.update(shape=x.shape) for a, x in zip(avals, self.operands, strict=True)]

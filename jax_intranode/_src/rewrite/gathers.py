@@ -2,7 +2,6 @@
 
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from jax.extend.core import Var
@@ -128,19 +127,20 @@ class _Gather:
         members = [*group, *([] if wgrad is None else [wgrad])]
         replaced = {p for member in members for p in member.positions}
         needed = self._needed(replaced, group[0].x)
-        if needed is None or (wgrad is not None and needed.result is not None):
+        if needed is None or (wgrad is not None and needed[0] is not None):
             return
-        operation = self._operation(group, wgrad, needed.result)
+        result, again = needed
+        operation = self._operation(group, wgrad, result)
         if operation is None:
             return
-        gathered = () if needed.result is None else (needed.result,)
+        gathered = () if result is None else (result,)
         yield Fusion(
             flow=self.flow,
             collective=self.position,
             operation=operation,
             operands=(self.x, *(p.w.source for p in members)),
             results=(*(p.result for p in members), *gathered),
-            removed=frozenset({self.position, *replaced, *needed.removed}),
+            removed=frozenset({self.position, *replaced, *again}),
             looked_through=frozenset(q for p in members for q in p.w.path),
             transposes=any(p.transposes for p in group),
             gathered=(self.whole, *gathered),
@@ -187,12 +187,16 @@ class _Gather:
             results.append(Layout(x.free + x.contracted, gathered.aval.shape))
         return Operation(primitive, its_params, tuple(layouts), tuple(results), x.dtypes)
 
-    def _needed(self, replaced: set[int], x: Factored) -> "_Needed | None":
-        """What else needs the gathered array; None if the operation can't give it."""
+    def _needed(self, replaced: set[int], x: Factored) -> tuple[Any, Sequence[int]] | None:
+        """What the operation has to make for others that need the gathered array.
+
+        That is a variable, or None, and the positions of the equations that made it from the
+        gathered array. None if the operation can't give it.
+        """
         v, removed = self.whole, []
         users = self._users(v, replaced)
         if not users:
-            return _Needed(None, ())
+            return None, ()
         if not views.in_order(x.free, x.contracted):
             return None
         for dtype in x.dtypes:
@@ -212,7 +216,7 @@ class _Gather:
         # After a transposition the elements of v are not in the order of the gathered array.
         if not views.in_order(*self.flow.cast_view(v).dims):
             return None
-        return _Needed(v, tuple(removed))
+        return v, removed
 
     def _users(self, v: Var, replaced: set[int], depth: int = 0) -> list[int]:
         """The positions of the equations that need v besides the replaced ones."""
@@ -238,16 +242,3 @@ def _shared(product: Product) -> Any:
     x, precision = product.x, product.matmul.precision(product.side)
     dtype = product.result.aval.dtype
     return x.free, x.contracted, x.dtypes, dtype, precision, is_transposed(product.w)
-
-
-@dataclass(frozen=True)
-class _Needed:
-    """What else needs a gathered array.
-
-    Attributes:
-        result: the variable that the operation has to make, too; None if nothing needs it.
-        removed: the positions of the equations that made it from the gathered array.
-    """
-
-    result: Any
-    removed: tuple[int, ...]

@@ -59,23 +59,6 @@ class Judged:
     overlaps: bool = False
 
 
-@dataclass(frozen=True)
-class Body:
-    """A shard_map that was lowered.
-
-    Attributes:
-        judged: what was lowered.
-        operation: its MLIR operation.
-        module: the module that has the operation.
-        calls: how many operations of this package it has.
-    """
-
-    judged: Judged
-    operation: Any
-    module: Any
-    calls: int
-
-
 def _as_placed(group: Group, function: Callable[[], Any]) -> Any:
     """Calls a function, as in the body of a loop where operands may be copied."""
     return trace_state.body_of_loop(function) if group.copies() else function()
@@ -96,7 +79,8 @@ class Bodies:
         self._program = program
         self._site = site
         self._judgements: dict[Any, Judged] = {}
-        self._lowered: dict[Any, Body | None] = {}
+        self._lowered: dict[Any, Any] = {}
+        self._modules: list[Any] = []  # which have the operations
 
     def judged(self, group: Group) -> Judged:
         """What this package would run of the shard_map of a group."""
@@ -132,8 +116,11 @@ class Bodies:
         overlaps = 0 < overlapped == len(record.decisions)
         return Judged(jaxpr, traced, nothing, has_norm, overlaps)
 
-    def lowered(self, group: Group) -> Body | None:
-        """The lowered shard_map of a group; None if it is not all ours."""
+    def lowered(self, group: Group) -> tuple[Any, int] | None:
+        """The MLIR operation of the shard_map of a group, and how many operations of ours it has.
+
+        None if it is not all ours.
+        """
         judged = self.judged(group)
         if judged.left is not None:
             return None
@@ -142,10 +129,10 @@ class Bodies:
             source = source_of(group.members[0].candidate.operation)
             with call_sites.at(source):
                 lowered = _as_placed(group, judged.traced.lower).compiler_ir()
-            self._lowered[key] = self._imported(judged, lowered)
+            self._lowered[key] = self._imported(lowered)
         return self._lowered[key]
 
-    def _imported(self, judged: Judged, lowered: Any) -> Body | None:
+    def _imported(self, lowered: Any) -> tuple[Any, int] | None:
         """The shard_map of a lowered module, with the mesh of the program."""
         with lowered.context:
             text = as_bytecode(lowered)
@@ -166,4 +153,5 @@ class Bodies:
         )
         if not calls or any(o.name == "func.call" for o in walk(regions[0])):
             return None
-        return Body(judged, regions[0], module, calls)
+        self._modules.append(module)
+        return regions[0], calls

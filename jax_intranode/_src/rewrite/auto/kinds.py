@@ -162,7 +162,12 @@ def _reduce(operation: Any) -> Kind:
 
 # The index of a maximum or minimum.
 
-_COMPARE = {"GT": np.greater, "LT": np.less, "EQ": np.equal, "NE": np.not_equal}
+# What its region may have: comparisons, and what depends on them.
+_CHOICES: dict[str, Any] = {
+    **{"GT": np.greater, "LT": np.less, "EQ": np.equal, "NE": np.not_equal},
+    **{"stablehlo.or": np.logical_or, "stablehlo.and": np.logical_and},
+    "stablehlo.select": np.where,
+}
 
 
 def _arg_reduction(operation: Any, labels: Labels) -> Kind | None:
@@ -214,19 +219,11 @@ def _chosen(block: Any, has_nan: bool) -> str | None:
     *body, end = operations(block)
     for operation in body:
         xs = [known.get(value) for value in operation.operands]
-        name = operation.name.removeprefix("stablehlo.")
-        if any(x is None for x in xs) or name not in ("compare", "or", "and", "select"):
+        how = operation.attributes.get("comparison_direction")
+        name = operation.name if how is None else stablehlo.ComparisonDirectionAttr(how).value
+        if name not in _CHOICES or any(x is None for x in xs):
             return None
-        if name == "compare":
-            direction = stablehlo.ComparisonDirectionAttr(
-                operation.attributes["comparison_direction"]
-            )
-            function: Any = _COMPARE.get(str(direction.value))
-        else:
-            function = {"or": np.logical_or, "and": np.logical_and, "select": np.where}[name]
-        if function is None:
-            return None
-        known[operation.results[0]] = function(*xs)
+        known[operation.results[0]] = _CHOICES[name](*xs)
     results = [known.get(value) for value in end.operands]
     for name, better in (("argmax", a > b), ("argmin", a < b)):
         first = better | np.isnan(a)
@@ -252,42 +249,37 @@ def _lookup(operation: Any) -> Kind | None:
     None if it is another gather or scatter. Rows may be along any dimension of the table. A device
     that has some of the rows takes 0 for those of others, and adds nothing to them.
     """
-    scatters, attributes = operation.name == "stablehlo.scatter", operation.attributes
-    if len(operation.results) > 1:
-        return None
+    scatters = operation.name == "stablehlo.scatter"
     d: Any
+    found: Any
     if scatters:
-        d = stablehlo.ScatterDimensionNumbers(attributes["scatter_dimension_numbers"])
-        of_rows, mapped = d.inserted_window_dims, d.scattered_dims_to_operand_dims
-        window, batching = d.update_window_dims, d.input_batching_dims
-        of_indices = d.scatter_indices_batching_dims
+        d = stablehlo.ScatterDimensionNumbers(operation.attributes["scatter_dimension_numbers"])
+        found = d.update_window_dims, d.inserted_window_dims, d.scattered_dims_to_operand_dims
+        found = *found, d.input_batching_dims, d.scatter_indices_batching_dims
     else:
-        d = stablehlo.GatherDimensionNumbers(attributes["dimension_numbers"])
-        of_rows, mapped = d.collapsed_slice_dims, d.start_index_map
-        window, batching = d.offset_dims, d.operand_batching_dims
-        of_indices = d.start_indices_batching_dims
-    values = (operation.operands[0], operation.operands[1])
-    shapes = [list(ir.RankedTensorType(value.type).shape) for value in values]
-    other = operation.operands[2] if scatters else operation.results[0]
-    of_other = list(ir.RankedTensorType(other.type).shape)
-    last, integers = len(shapes[1]) - 1, aval(values[1])
-    if [*of_rows] != [*mapped] or len(mapped) != 1 or d.index_vector_dim != last:
+        d = stablehlo.GatherDimensionNumbers(operation.attributes["dimension_numbers"])
+        found = d.offset_dims, d.collapsed_slice_dims, d.start_index_map
+        found = *found, d.operand_batching_dims, d.start_indices_batching_dims
+    numbers = window, of_rows, mapped, batching, of_indices = tuple(map(tuple, found))
+    start, at, other = (*operation.operands, *operation.results)[:3]
+    table, of_other = (tuple(ir.RankedTensorType(v.type).shape) for v in (start, other))
+    indices = aval(at)
+    if of_rows != mapped or len(mapped) != 1 or len(operation.results) > 1 or indices is None:
         return None
-    if shapes[1][last] != 1 or integers is None or integers.dtype != np.int32:
+    if indices.shape[d.index_vector_dim :] != (1,) or indices.dtype != np.int32:
         return None
-    (dimension,), rows = mapped, shapes[0][mapped[0]]
-    along = [i for i in range(len(shapes[0])) if i != dimension and i not in [*batching]]
-    if [of_other[i] for i in window] != [shapes[0][i] for i in along]:
+    (dimension,) = mapped
+    along = [i for i in range(len(table)) if i != dimension and i not in batching]
+    if [of_other[i] for i in window] != [table[i] for i in along]:
         return None
     # Labels: those of the table are its dimensions.
-    own = tuple(range(len(shapes[0])))
+    own = tuple(range(len(table)))
     shared = dict(zip(of_indices, batching, strict=True))
-    indices = tuple(shared.get(i, len(own) + i) for i in range(last + 1))
-    of_window, of_batch = iter(along), iter(indices)
-    result = tuple(next(of_window if i in [*window] else of_batch) for i in range(len(of_other)))
-    numbers = tuple(map(tuple, (window, of_rows, mapped, batching, of_indices)))
-    outer = [i for i in range(len(of_other)) if i not in numbers[0]]
-    mode = lax.GatherScatterMode
+    others = tuple(shared.get(i, len(own) + i) for i in range(indices.ndim))
+    of_window, of_batch = iter(along), iter(others)
+    result = tuple(next(of_window if i in window else of_batch) for i in range(len(of_other)))
+    outer = [i for i in range(len(of_other)) if i not in window]
+    mode, table_rows = lax.GatherScatterMode, table[dimension]
 
     def compute(table: Any, at: Any, *updates: Any) -> Any:
         if scatters:
@@ -301,7 +293,7 @@ def _lookup(operation: Any) -> Kind | None:
         if not axes:
             return (plan.summed(compute(table, at, *updates), "psum"),)
         first = lax.axis_index(axes).astype(at.dtype) * own_rows
-        at = (at if scatters else jnp.clip(at, 0, rows - 1)) - first
+        at = (at if scatters else jnp.clip(at, 0, table_rows - 1)) - first
         found = compute(table, at, *updates)
         if not scatters:
             is_own = jnp.squeeze((at >= 0) & (at < own_rows), -1)
@@ -311,14 +303,14 @@ def _lookup(operation: Any) -> Kind | None:
 
     name = operation.name.removeprefix("stablehlo.")
     if not scatters:
-        labels = Labels((own, indices), result)
+        labels = Labels((own, others), result)
         return Kind(name, (name, numbers), labels, compute, 2, on_shards=on_shards)
-    reduction, start = reduction_of(operation.regions[0].blocks[0]), values[0]
+    reduction = reduction_of(operation.regions[0].blocks[0])
     while (maker := owner(start)) is not None and maker.name in _OF_ONE_VALUE:
         start = maker.operands[0]
     if reduction is None or reduction[1] != "psum":
         return None
-    reason = "" if splat(start) == 0.0 else reasons.SUM_FROM_OTHER
-    labels = Labels((own, indices, result), own)
-    of = None if reason else compute
-    return Kind(name, (name, numbers), labels, of, 3, reason, on_shards=on_shards)
+    labels = Labels((own, others, result), own)
+    if splat(start) != 0.0:
+        return Kind(name, None, labels, None, 3, reasons.SUM_FROM_OTHER)
+    return Kind(name, (name, numbers), labels, compute, 3, on_shards=on_shards)

@@ -23,7 +23,7 @@ from jax_intranode._src.rewrite.auto.modules import (
     owner,
 )
 from jax_intranode._src.rewrite.auto.operations import Candidate
-from jax_intranode._src.rewrite.auto.plans import Gather, Spec, dot_labels, local_size
+from jax_intranode._src.rewrite.auto.plans import Gather, Labels, Spec, dot_labels, local_size
 from jax_intranode._src.rewrite.auto.program import ELEMENTWISE, MADE_ANYWHERE, Program
 
 _DOTS = frozenset({"stablehlo.dot_general", "stablehlo.dot"})
@@ -172,68 +172,57 @@ class _Division:
 
     def _of_rows(self, operation: Any, own: Sequence[int]) -> Spec | None:
         """The same. Empty if the result is not divided; None if the operation needs all rows."""
-        first, *others = [operation.operands[index] for index in own]
-        part, whole, name = self._parts[first], self._program.spec(first) or (), operation.name
-        ((dimension, axes),) = [
-            (i, new[len(old) :])
-            for i, (new, old) in enumerate(zip(part, whole, strict=True))
-            if new != old
-        ]
-        if name in _DOTS:
-            return self._of_dot(operation, own, dimension, axes)
-        if len(operation.results) != 1 or any(self._parts[other] != part for other in others):
+        name = operation.name
+        labels = _labels(operation) if len(operation.results) == 1 else None
+        if labels is None:
             return None
-        spec = self._program.spec(operation.results[0])
-        if name in _BY_ELEMENT:
-            if spec == part:
-                return ()  # it takes its part already
-            return part if spec == whole else None
-        if name == "stablehlo.broadcast_in_dim":
-            dimension = ir.DenseI64ArrayAttr(operation.attributes["broadcast_dimensions"])[
-                dimension
-            ]
-        elif name == "stablehlo.transpose":
-            order = [*ir.DenseI64ArrayAttr(operation.attributes["permutation"])]
-            dimension = order.index(dimension)
-        elif name == "stablehlo.reshape":
-            before, after = (_shape(value) for value in (first, operation.results[0]))
-            places = [
-                i
-                for i, size in enumerate(after)
-                if size == before[dimension]
-                and math.prod(after[:i]) == math.prod(before[:dimension])
-            ]
-            if not places:
-                return None
-            dimension = places[-1]
-        elif name == "stablehlo.reduce":
-            reduced = [*ir.DenseI64ArrayAttr(operation.attributes["dimensions"])]
-            if dimension in reduced:
-                self._added += _elements(operation.results[0])
-                return ()
-            dimension -= sum(each < dimension for each in reduced)
-        else:
+        divided, dots = set(), name in _DOTS
+        for index in own:
+            value = operation.operands[index]
+            part, whole = self._parts[value], self._program.spec(value) or ()
+            for label, new, old in zip(labels.operands[index], part, whole, strict=True):
+                divided |= {(label, new[len(old) :])} if new != old else set()
+        ((label, axes), *more), spec = divided, self._program.spec(operation.results[0])
+        if more or spec is None:
             return None
-        return None if spec is None else _divided(spec, dimension, axes)
-
-    def _of_dot(self, dot: Any, own: Sequence[int], dimension: int, axes: Any) -> Spec | None:
-        """What `_of_rows` returns for a dot, the first of whose own operands is divided there."""
-        specs = [self._program.spec(value) for value in dot.operands]
-        labels = dot_labels(*dot_dimensions(dot), [len(spec or ()) for spec in specs])
-        label, result = labels.operands[own[0]][dimension], self._program.spec(dot.results[0])
-        if len(own) == 2:
-            other = (
-                self._parts[dot.operands[1]][labels.operands[1].index(label)]
-                if label in labels.operands[1]
-                else ()
-            )
-            if label in labels.result or other[-len(axes) :] != axes:
+        if label not in labels.result:
+            if dots and len(own) < 2:
                 return None
-            self._added += _elements(dot.results[0])
+            self._added += _elements(operation.results[0])
             return ()
-        if label not in labels.result or result is None or any(specs[1 - own[0]] or ()):
+        if dots and (
+            len(own) == 2 or any(self._program.spec(operation.operands[1 - own[0]]) or ())
+        ):
             return None
-        return _divided(result, labels.result.index(label), axes)
+        if name in _BY_ELEMENT and spec != whole:
+            return () if spec == part else None  # it takes its part already
+        return _divided(spec, labels.result.index(label), axes)
+
+
+def _labels(operation: Any) -> Labels | None:
+    """The labels of an operation of rows; None if it is not known how it uses them."""
+    name, after = operation.name, tuple(range(len(_shape(operation.results[0]))))
+    first = tuple(range(len(_shape(operation.operands[0]))))
+    if name in _DOTS:
+        return dot_labels(*dot_dimensions(operation), [*map(len, map(_shape, operation.operands))])
+    if name in _BY_ELEMENT:
+        return Labels((after,) * len(operation.operands), after)
+    if name == "stablehlo.transpose":
+        order = ir.DenseI64ArrayAttr(operation.attributes["permutation"])
+        return Labels((first,), tuple(order))
+    if name == "stablehlo.reduce":
+        reduced = [*ir.DenseI64ArrayAttr(operation.attributes["dimensions"])]
+        return Labels((first,), tuple(i for i in first if i not in reduced))
+    if name == "stablehlo.broadcast_in_dim":
+        return Labels(
+            (tuple(ir.DenseI64ArrayAttr(operation.attributes["broadcast_dimensions"])),), after
+        )
+    if name == "stablehlo.reshape":  # dimensions of one size, behind as many elements
+        before, now = _shape(operation.operands[0]), _shape(operation.results[0])
+        places = {(n, math.prod(now[:i])): i for i, n in enumerate(now)}
+        of = (places.get((n, math.prod(before[:i])), -1) for i, n in enumerate(before))
+        return Labels((tuple(of),), after)
+    return None
 
 
 def _shape(value: Any) -> list[int]:

@@ -567,8 +567,8 @@ class _Rewriting:
 
     def _insert(self, group: Group, manual_axes: frozenset[str]) -> list[Any]:
         """Inserts the shard_map of a group; returns the new operations, in order."""
-        body = self._bodies.lowered(group)
-        if body is None:
+        lowered = self._bodies.lowered(group)
+        if lowered is None:
             if len(group.members) == 1:
                 (member,) = group.members
                 if member.number not in self._overlap:
@@ -577,9 +577,10 @@ class _Rewriting:
                 return member.replaced()
             apart = (self._insert(Group([member]), manual_axes) for member in group.members)
             return [operation for inserted in apart for operation in inserted]
+        body, calls = lowered
         last = group.members[-1].candidate.operation
         operands, _ = group.inputs()
-        new = body.operation.clone(ip=ir.InsertionPoint(last)).operation
+        new = body.clone(ip=ir.InsertionPoint(last)).operation
         for index, operand in enumerate(operands):
             new.operands[index] = self._new_values.get(operand.value, operand.value)
         if manual_axes:  # a region of a partly manual shard_map has bound these
@@ -597,11 +598,11 @@ class _Rewriting:
             self._new_values[old] = results[-1]
         sources = tuple(source_of(member.candidate.operation) for member in group.members)
         for index, member in enumerate(group.members):
-            jaxpr = body.judged.jaxpr if index == 0 else None
+            jaxpr = None if index else self._bodies.judged(group).jaxpr
             of_first = () if index else sources
             self._record(member.candidate, None, jaxpr, of_first, group.copies())
             self._dead += member.replaced()
-        self._calls += body.calls
+        self._calls += calls
         return [new, *(result.owner.operation for result in results)]
 
 

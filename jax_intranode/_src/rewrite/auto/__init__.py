@@ -5,6 +5,7 @@
 - program.py: a lowered program after Shardy's propagation, in which each value has its sharding;
 - plans.py: the ways in which an operation over sharded arrays can be computed;
 - partitioner.py: which of them XLA takes, from compiling the operation alone;
+- kinds.py: what operations compute;
 - operations.py: the operations of a program that communicate, each with its plan;
 - tails.py: what follows a sum up to a norm, which becomes part of its shard_map;
 - overlap.py: which of them stay with XLA, because it overlaps them;

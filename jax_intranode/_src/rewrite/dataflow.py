@@ -1,5 +1,6 @@
 """The matmuls of a jaxpr, and which equation makes and uses each variable."""
 
+import functools
 import itertools
 import math
 from collections import defaultdict
@@ -72,8 +73,7 @@ class Matmul:
 
     def free(self, side: int) -> list[int]:
         """The dimensions of an operand that the result has, too."""
-        inner = {pair[side] for pair in (*self.of.contracting, *self.of.batch)}
-        return [i for i in range(self.equation.invars[side].aval.ndim) if i not in inner]
+        return _free(self.of, side, self.equation.invars[side].aval.ndim)
 
     def result_dims(self, rows: int) -> list[Factors]:
         """The result's dimensions as factors of a matrix.
@@ -81,20 +81,30 @@ class Matmul:
         The matrix has the free dimensions of operand `rows` as rows, and those of the other operand
         as columns.
         """
-        found: list[Factors] = [()] * len(self.of.batch)
-        for side in (0, 1):
-            shape = self.equation.invars[side].aval.shape
-            free = self.free(side)
-            stride = math.prod(shape[i] for i in free)
-            for i in free:
-                stride //= shape[i]
-                found.append((Factor(int(side != rows), stride, shape[i]),) * (shape[i] > 1))
-        return found
+        return _result_dims(self.of, rows, *(v.aval.shape for v in self.equation.invars))
 
     def precision(self, rows: int) -> Any:
         """Its precision, if operand `rows` came first."""
         precision = self.of.precision
         return precision[::-1] if rows and isinstance(precision, tuple) else precision
+
+
+@functools.lru_cache(views.KNOWN)
+def _free(of: equation_kinds.DotGeneral, side: int, ndim: int) -> list[int]:
+    inner = {pair[side] for pair in (*of.contracting, *of.batch)}
+    return [i for i in range(ndim) if i not in inner]
+
+
+@functools.lru_cache(views.KNOWN)
+def _result_dims(of: equation_kinds.DotGeneral, rows: int, *shapes: Any) -> list[Factors]:
+    found: list[Factors] = [()] * len(of.batch)
+    for side, shape in enumerate(shapes):
+        free = _free(of, side, len(shape))
+        stride = math.prod(shape[i] for i in free)
+        for i in free:
+            stride //= shape[i]
+            found.append((Factor(int(side != rows), stride, shape[i]),) * (shape[i] > 1))
+    return found
 
 
 class Dataflow:

@@ -32,8 +32,8 @@ class Factor(NamedTuple):
 # factors that are one factor are joined, so equal dimensions compare equal.
 Factors = tuple[Factor, ...]
 
-# Layers of a program are alike. So many results of each function here are kept.
-_KNOWN = 4096
+# Layers of a program are alike. So many results of a function are kept.
+KNOWN = 4096
 
 
 def size_of(factors: Sequence[Factor]) -> int:
@@ -41,13 +41,13 @@ def size_of(factors: Sequence[Factor]) -> int:
     return math.prod(f.size for f in factors)
 
 
-@functools.lru_cache(_KNOWN)
+@functools.lru_cache(KNOWN)
 def whole(shape: tuple[int, ...]) -> tuple[Factors, ...]:
     """The dimensions of the source itself."""
     return tuple((Factor(i, 1, n),) if n > 1 else () for i, n in enumerate(shape))
 
 
-@functools.lru_cache(_KNOWN)
+@functools.lru_cache(KNOWN)
 def joined(*parts: Factors) -> Factors:
     """One dimension that runs over several, the first of them slowest."""
     found: list[Factor] = []
@@ -79,7 +79,7 @@ def digits(factors: Sequence[Factor], stride: int, size: int) -> Factors | None:
     return result if size_of(result) == size else None
 
 
-@functools.lru_cache(_KNOWN)
+@functools.lru_cache(KNOWN)
 def reshaped(dims: tuple[Factors, ...], shape: tuple[int, ...]) -> tuple[Factors, ...] | None:
     """The dimensions after a reshape; None if factors do not describe them."""
     flat = joined(*dims)
@@ -87,7 +87,7 @@ def reshaped(dims: tuple[Factors, ...], shape: tuple[int, ...]) -> tuple[Factors
     return None if None in found else tuple(dim for dim in found if dim is not None)
 
 
-@functools.lru_cache(_KNOWN)
+@functools.lru_cache(KNOWN)
 def in_order(*parts: Factors) -> bool:
     """Whether the source, reshaped, has these dimensions: no element moves in memory."""
     factors = joined(*parts)

@@ -153,8 +153,8 @@ class Config:
         "auto",
         _words(ALGORITHMS),
         "`auto`",
-        "`one_shot`, `two_shot`: `psum` uses this algorithm at all sizes, in segments if the array "
-        "does not fit at once; `lax`: everything falls back",
+        "`one_shot`, `two_shot`: sums, maxima and minima use this algorithm at all sizes, in "
+        "segments if the array does not fit at once; `lax`: everything falls back",
         _one_of(*ALGORITHMS),
     )
     segment_kib: int = _variable(

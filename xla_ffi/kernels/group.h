@@ -3,9 +3,9 @@
 // Each rank owns a region of its slab, which all ranks of the group can write:
 //
 //   header           the rank's own state: its epoch, its busy words, whether it is closed. Other
-//                    ranks' kernels write only what they run (same_operation.h). Its second 32 KiB
-//                    hold a log on the CPU (host/host_group.h) and words that peers set on GPUs
-//                    (cuda/signals.h).
+//                    ranks' kernels write what they run (same_operation.h), `begun`, and `taken`.
+//                    Its second 32 KiB hold a log on the CPU (host/host_group.h) and words that
+//                    peers set on GPUs (cuda/signals.h).
 //   epoch buffer 0   packets of operations with an even epoch
 //   epoch buffer 1   packets of operations with an odd epoch
 //
@@ -43,7 +43,7 @@
 //   2^32 is harmless. Each block keeps its own copy. Block 0 also advances the copies of blocks
 //   that this operation did not launch, because the next one may launch them.
 //
-// tests/native/model/collectives_model.cc checks this in all behaviours of 2 and 3 ranks.
+// tests/native/model/collectives_model.cc checks this (CONTRIBUTING.md says in which behaviours).
 #pragma once
 
 #include "buffers.h"

@@ -36,7 +36,7 @@ def all_gather(
 
     Differentiates as ``jax.lax.all_gather`` does: the transpose is a ``psum_scatter``.
 
-    The algorithm follows the packet protocol of NCCL's symmetric kernels (AGxLL).
+    The algorithm follows NCCL's symmetric kernels (AGxLL). The encoding of packets is our own.
 
     Args:
         x: an array or a pytree of arrays of any shape. Accelerated dtypes: those of ``psum``, bool,

@@ -133,9 +133,9 @@ def all_gather_matmul(
     Policies for dots, such as ``dots_saveable``, do not save the products; give them names. Under
     ``vmap`` over w, it is an ``all_gather`` and a batched matmul.
 
-    The algorithm follows PyTorch's ``fused_all_gather_matmul`` (own rows first, copy engines, a
-    list of matrices, the gathered x as a result), and the gradients follow xformers'
-    ``fused_allgather_and_linear``.
+    The fused kernel follows Flux, and the pipeline PyTorch's ``fused_all_gather_matmul`` (own rows
+    first, copy engines, a list of matrices, the gathered x as a result). The gradients follow
+    xformers' ``fused_allgather_and_linear``.
 
     Outside of ``shard_map`` it computes ``x @ w`` on global arrays, under ``jax.jit`` or eagerly,
     on the mesh of ``jax.set_mesh`` or `mesh`. Then the axes, Auto or Explicit ones, divide

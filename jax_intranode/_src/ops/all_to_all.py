@@ -39,7 +39,8 @@ def all_to_all(
     Differentiates as ``jax.lax.all_to_all`` does: the transpose is an ``all_to_all`` with
     `split_axis` and `concat_axis` exchanged.
 
-    The algorithm follows the packet protocol of NCCL's symmetric kernels (AGxLL, RSxLL).
+    The algorithm follows NCCL's symmetric kernels (AGxLL, RSxLL). The encoding of packets is our
+    own.
 
     Args:
         x: an array or a pytree of arrays with at least one dimension. Accelerated dtypes: those of

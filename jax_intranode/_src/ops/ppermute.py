@@ -28,7 +28,8 @@ def ppermute(x: PyTree, axis_name: AxisNames, perm: Sequence[tuple[int, int]]) -
 
     Differentiates as ``jax.lax.ppermute`` does: the transpose is the inverse permutation.
 
-    The packets are those of NCCL's symmetric kernels (AGxLL).
+    As in NCCL's symmetric kernels (AGxLL), data show by themselves that they have arrived. The
+    encoding is our own.
 
     Args:
         x: an array or a pytree of arrays of any shape. Accelerated dtypes: those of ``all_to_all``.

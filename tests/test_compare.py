@@ -20,6 +20,7 @@ from jax.experimental import io_callback
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from processes import python
+from tiers import full
 
 import jax_intranode
 from jax_intranode._src.command_line import compare
@@ -241,7 +242,7 @@ SCRIPT = """
 """
 
 
-@pytest.mark.parametrize(("ranks", "steps"), [(1, 100), (2, 16)])
+@pytest.mark.parametrize(("ranks", "steps"), [(1, 100), full(2, 16)])
 def test_a_script(ranks: int, steps: int, tmp_path: Path) -> None:
     """In one process, and in two that `launch` starts; reported in the middle, and at the end."""
     (tmp_path / "script.py").write_text(textwrap.dedent(SCRIPT))

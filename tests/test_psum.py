@@ -25,7 +25,7 @@ pytestmark = pytest.mark.one_version
 
 # These differ from cases that the quick tier runs in nothing but an algorithm or in a number.
 FULL = (
-    *("trees-one_shot-300", "trees-two_shot-300", "random_program-0"),
+    *("trees-auto-300", "trees-one_shot-300", "trees-two_shot-300", "random_program-0"),
     "random_program_in_segments-0",
     *("random_program-2", "random_program-3", "epochs_wrap-4"),
     *("independent_calls_of_unequal_cost-8", "random_program-1"),

@@ -30,7 +30,7 @@ ELEMENT_BYTES = {
 }
 BARE = ("float32", "bfloat16", "float16")
 # Packets and the size of an element decide: these are one dtype of each kind.
-KINDS = ("float32", "bfloat16", "float64", "int8")
+KINDS = ("float32", "bfloat16", "int8")
 EVERY_DTYPE = pytest.mark.parametrize("dtype", quick(definitions.DTYPES, KINDS))
 
 # xla_ffi/kernels/group.h and rendezvous.py.

@@ -34,6 +34,7 @@ from rewritten_matmuls import (  # noqa: F401
     overlapped,
 )
 from test_rewriting import names, rewritten
+from tiers import full
 
 import jax_intranode
 from jax_intranode._src.jax_private import hlo
@@ -143,8 +144,10 @@ def tool() -> ModuleType:
     return compare_lowered()
 
 
-@pytest.mark.parametrize("check_vma", [True, False])
-@pytest.mark.parametrize("size", ["large", "narrow"])
+@pytest.mark.parametrize(
+    ("size", "check_vma"),
+    [("narrow", True), ("large", False), full("narrow", False), full("large", True)],
+)
 @pytest.mark.parametrize(
     "program",
     [

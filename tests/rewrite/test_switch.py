@@ -267,7 +267,7 @@ print(__name__, sys.argv[1:], helper.NAME, "custom_call @jax_intranode_psum" in 
     ("as_module", "disabled"),
     [
         (False, "0"),
-        (True, "1"),
+        full(True, "1"),
         full(False, "1"),
         full(True, "0"),
     ],

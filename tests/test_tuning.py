@@ -7,14 +7,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import cases
-import jax
-import jax.numpy as jnp
 import pytest
-from devices import need_devices
-from jax.sharding import PartitionSpec as P
 
-import jax_intranode
 from jax_intranode._src.native import definitions
 from jax_intranode._src.selection import select, table, tuning
 from jax_intranode._src.selection.overlap.profiles import H200, Profile
@@ -220,31 +214,3 @@ def test_a_tuned_profile_is_for_its_device_only(tmp_path: Path) -> None:
         assert tuning.profile_for(["NVIDIA H200"] * 2) is None
         assert tuning.profile_for([mine.name, "NVIDIA H200"]) is None
     assert tuning.profile_for([mine.name]) is None
-
-
-def kind() -> str:
-    return jax.devices()[0].device_kind
-
-
-def tuning_for_here(tmp_path: Path, device: str) -> tuning.Tuning:
-    platform = jax.devices()[0].platform
-    row = ROW if platform == "cpu" else dataclasses.replace(ROW, threads=64, blocks=16)
-    path = tmp_path / "node.json"
-    tuning.write(path, fields_of(all_keys(rows=(row,)), platform, device))
-    return tuning.read(str(path))
-
-
-@pytest.mark.usefixtures("fresh")
-def test_a_program_obeys_the_tuning_and_its_results_are_right(tmp_path: Path) -> None:
-    need_devices(2)
-    mesh = cases.line()
-    count = ROW.nbytes // 4
-    with tuning.using(tuning_for_here(tmp_path, kind())):
-        chosen = cases.selection(mesh, ("x",), (count,), "float32")
-        assert chosen.algorithm == "two_shot" and "node.json" in chosen.reason
-        assert cases.selection(mesh, ("x",), (count + 4,), "float32").algorithm == "lax"
-        parts = cases.random("float32", (mesh.size, count), 5)
-        cases.check(cases.psum_of(parts, mesh), cases.everywhere(cases.oracle(parts), mesh.size))
-        f = jax.jit(cases.sharded(lambda v: jax_intranode.psum(v, "x"), mesh, P("x"), P("x")))
-        (call,) = jax_intranode.explain(f)(jnp.ones((mesh.size, count)))
-        assert call.algorithm == "two_shot" and "JAX_INTRANODE_TUNING" in call.reason

@@ -323,6 +323,3 @@ def test_precision_is_that_of_the_call() -> None:
     products = [line for line in text.splitlines() if "stablehlo.dot_general" in line]
     assert len(products) == 9
     assert all("precision = [HIGH, HIGH]" in line for line in products)
-
-
-# Calls that jax.lax runs.

@@ -36,23 +36,11 @@ inline bool HasKernel(Algorithm algorithm, ElementType type) {
   return !is_unsigned || ReductionOf(algorithm) != Reduction::kSum;
 }
 
-// Calls `run` with the type of an all-reduce's kernel, as a std::type_identity.
+// Calls `run` with the type of a psum's kernel, as a std::type_identity.
 template <class Type, int N, class Packets, class Run>
 auto WithAllReduce(Algorithm algorithm, Run run) {
-  switch (algorithm) {
-    case Algorithm::kTwoShot:
-      return run(std::type_identity<TwoShot<Type, N, Packets>>());
-    case Algorithm::kOneShotMax:
-      return run(std::type_identity<OneShot<Extreme<Type, true>, N, Packets>>());
-    case Algorithm::kTwoShotMax:
-      return run(std::type_identity<TwoShot<Extreme<Type, true>, N, Packets>>());
-    case Algorithm::kOneShotMin:
-      return run(std::type_identity<OneShot<Extreme<Type, false>, N, Packets>>());
-    case Algorithm::kTwoShotMin:
-      return run(std::type_identity<TwoShot<Extreme<Type, false>, N, Packets>>());
-    default:
-      return run(std::type_identity<OneShot<Type, N, Packets>>());
-  }
+  if (algorithm == Algorithm::kTwoShot) return run(std::type_identity<TwoShot<Type, N, Packets>>());
+  return run(std::type_identity<OneShot<Type, N, Packets>>());
 }
 
 // The same for all collectives.

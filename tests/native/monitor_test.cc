@@ -136,9 +136,7 @@ class TestPlatform final : public jin::Platform {
   void Forget() { known_.fill(PeerState::kRunning); }
   std::vector<jin::Wait> Look(jin::Clock::time_point, jin::Clock::duration) override { return {}; }
   std::vector<jin::Failure> TakeFailures() override { return {}; }
-  uint64_t Calls() override { return calls; }
-
-  std::atomic<uint64_t> calls = 0;
+  uint64_t Calls() override { return 0; }
 
  private:
   std::array<PeerState, kProcesses> known_ = {PeerState::kRunning, PeerState::kRunning,
@@ -375,28 +373,6 @@ void Again() {
   }
 }
 
-// A process that has finished calls once more. It takes that back, and finishes later.
-void CallsAfterItsEnd() {
-  jin::PeerWatch* const watch = Kept(Connected());
-  Arm(*watch);
-  Barrier();
-  if (rank == kVictim) {
-    watch->Finish();
-    while (board->processes[0].round < 1 || board->processes[2].round < 1) {
-      std::this_thread::sleep_for(1ms);
-    }
-    ++platform.calls;
-    while (board->observers_done < kProcesses - 1) std::this_thread::sleep_for(1ms);
-    return;
-  }
-  Expect(PeerState::kFinished, kFinished);
-  ++board->processes[rank].round;
-  Expect(PeerState::kRunning, "");
-  Expect(PeerState::kFinished, kFinished);
-  ++board->observers_done;
-  Await([] { return board->observers_done == kProcesses - 1; }, "the other observer");
-}
-
 // Several threads use the watches while peers say goodbye, and while one is killed.
 void Threads() {
   std::unique_ptr<jin::PeerWatch> first = Connected(), second = Connected();
@@ -486,7 +462,6 @@ const std::vector<Case>& Cases() {
       {"close_early", before_arm(kLeft, kShutdown, end(Close, exits)), 0},
       {"fail_early", before_arm(kFail, kFailed, end(fail, exits)), 0},
       {"stopped", Stopped, SIGKILL},
-      {"calls_after_its_end", CallsAfterItsEnd, 0},
       {"forked", ending(kLost, kKilled, [](Watch& w) { ForkAndDie(false, w); }), SIGKILL},
       {"forked_hooks", ending(kLost, kKilled, [](Watch& w) { ForkAndDie(true, w); }), SIGKILL},
       {"forked_exits", ending(kFail, kFailed, ChildExits), SIGKILL},

@@ -96,15 +96,13 @@ struct Plan {
   uint32_t segments = 1;
   uint32_t hidden = 0;  // of a norm
 
-  bool in_place = false;     // the result is the input
-  bool is_unsigned = false;  // of a maximum or minimum of integers
+  bool in_place = false;  // the result is the input
   // Of a permute: of each buffer the source of each rank, or -1.
   std::vector<std::vector<int>> sources = {};
   jin::RaggedTables tables = {};
   jin::ExpertTables experts = {};
 
   bool Permutes() const { return algorithm == jin::Algorithm::kPermute; }
-  bool IsExtreme() const { return jin::ReductionOf(algorithm) != jin::Reduction::kSum; }
 
   // Words of the input and of the output of each rank.
   size_t In(int ranks) const { return bytes / 4 * jin::InputShards(algorithm, ranks); }
@@ -138,7 +136,6 @@ Plan RandomPlan(jin::Algorithm algorithm, int ranks, std::mt19937* random) {
     if (has_many && below(3) == 0) plan.buffers = static_cast<int>(1 + below(9));
     if (jin::RunsInSegments(algorithm) && below(2) == 0) plan.segments = 2 + 2 * below(3);
     plan.in_place = may_be_in_place && below(2) == 0;
-    plan.is_unsigned = plan.IsExtreme() && !plan.floating && below(2) == 0;
     for (int m = 0; m < plan.buffers && is_permute; ++m) {
       plan.sources.push_back(PartialPermutation(ranks, random));
     }
@@ -156,7 +153,6 @@ std::vector<jin::Algorithm> KindsOf(const std::string& mode) {
   std::vector<jin::Algorithm> kinds{kPermute, kPermute,  kPermute, kRagged,
                                     kRagged,  kDispatch, kCombine, kFewRows};
   kinds.insert(kinds.end(), std::begin(jin::kCollectives), std::end(jin::kCollectives));
-  kinds.insert(kinds.end(), std::begin(jin::kExtremes), std::end(jin::kExtremes));
   kinds.insert(kinds.end(), std::begin(kNorms), std::end(kNorms));
   return kinds;
 }
@@ -226,7 +222,6 @@ bool RunAs(HostThread& t, const TestGroup& g, const jin::AlignedBuffer& call, co
 
 template <class Call>
 bool RunCall(HostThread& t, const TestGroup& g, const Call& call, const Plan& plan) {
-  if (plan.is_unsigned) return RunAs<jin::U32, jin::FlaggedPackets>(t, g, call, plan);
   return plan.floating ? RunAs<jin::F32, jin::BarePackets>(t, g, call, plan)
                        : RunAs<jin::I32, jin::FlaggedPackets>(t, g, call, plan);
 }
@@ -370,41 +365,6 @@ uint32_t Value(int rank, int call, size_t i, bool floating) {
   return std::bit_cast<uint32_t>(static_cast<float>(v) - 500.0f);
 }
 
-// Word i of a rank's input. Operands of maxima and minima have NaN, one of which looks like an
-// empty word, and zeros of both signs.
-uint32_t Input(const Plan& plan, int rank, int call, size_t i) {
-  const uint32_t word = Value(rank, call, i, plan.floating);
-  if (!plan.IsExtreme() || !plan.floating) return word;
-  switch (Value(rank, call, i, false) % 13) {
-    case 0:
-      return (i + rank) % 8 == 0 ? 0xFFFFFFFFu : (i + rank) % 8 == 1 ? 0x7F800001u : word;
-    case 1:
-    case 2:
-      return 0x80000000u;
-    case 3:
-    case 4:
-      return 0;
-    default:
-      return word;
-  }
-}
-
-bool IsNaN(uint32_t word) { return (word & 0x7FFFFFFFu) > 0x7F800000u; }
-
-// The larger of two words, or the smaller one.
-uint32_t ExtremeOf(const Plan& plan, uint32_t a, uint32_t b) {
-  const bool max = jin::ReductionOf(plan.algorithm) == jin::Reduction::kMax;
-  if (plan.floating && IsNaN(a)) return a;
-  if (plan.floating && IsNaN(b)) return b;
-  // Floats have the order of their magnitudes, negative ones the other way round.
-  const auto key = [&plan](uint32_t word) -> int64_t {
-    if (plan.is_unsigned) return word;
-    const auto bits = static_cast<int32_t>(word);
-    return plan.floating && bits < 0 ? -1 - static_cast<int64_t>(word & 0x7FFFFFFFu) : bits;
-  };
-  return (key(a) > key(b)) == max ? a : b;
-}
-
 uint32_t Sum(int ranks, int call, size_t i, bool floating) {
   uint32_t integer = 0;
   float real = 0;
@@ -422,7 +382,7 @@ uint32_t WordAt(const char* words, size_t i) {
   return word;
 }
 
-// Word i of a rank's output. Every NaN is as good as another one.
+// Word i of a rank's output.
 uint32_t Expected(const Plan& plan, int ranks, int rank, int call, size_t i) {
   const size_t shard = plan.bytes / 4;
   if (plan.tables.updates > 0) {
@@ -451,11 +411,6 @@ uint32_t Expected(const Plan& plan, int ranks, int rank, int call, size_t i) {
     const int source = plan.sources[i / each][rank];
     return source < 0 ? 0 : Value(source, call, i, plan.floating);
   }
-  if (plan.IsExtreme()) {
-    uint32_t extreme = Input(plan, 0, call, i);
-    for (int r = 1; r < ranks; ++r) extreme = ExtremeOf(plan, extreme, Input(plan, r, call, i));
-    return extreme;
-  }
   const bool part = jin::InputShards(plan.algorithm, ranks) > 1;
   const size_t in = (part ? rank * shard : 0) + i % shard;
   if (jin::OnlyCopies(plan.algorithm)) {
@@ -475,11 +430,6 @@ uint32_t Expected(const Plan& plan, int ranks, int rank, int call, size_t i) {
     return std::bit_cast<uint32_t>(sum(column) * scale * Weight(column));
   }
   return Sum(ranks, call, in, plan.floating);
-}
-
-bool IsRight(const Plan& plan, uint32_t found, uint32_t expected) {
-  return found == expected ||
-         (plan.IsExtreme() && plan.floating && IsNaN(found) && IsNaN(expected));
 }
 
 // Address space without memory: a page exists from the first store on.
@@ -623,7 +573,7 @@ int main(int argc, char** argv) {
     for (int k = 0; k < calls; ++k) {
       const size_t n = plans[k].In(ranks);
       inputs[r].emplace_back(n);
-      for (size_t i = 0; i < n; ++i) inputs[r][k][i] = Input(plans[k], r, k, i);
+      for (size_t i = 0; i < n; ++i) inputs[r][k][i] = Value(r, k, i, plans[k].floating);
       outputs[r].emplace_back(4 * plans[k].Out(ranks), plans[k].shift);
       if (plans[k].in_place) memcpy(outputs[r][k].data(), inputs[r][k].data(), 4 * n);
     }
@@ -697,8 +647,7 @@ int main(int argc, char** argv) {
   for (int r = 0; r < ranks; ++r) {
     for (int k = 0; k < calls; ++k) {
       for (size_t i = 0; i < outputs[r][k].size() / 4; ++i) {
-        wrong +=
-            !IsRight(plans[k], WordAt(outputs[r][k].data(), i), Expected(plans[k], ranks, r, k, i));
+        wrong += WordAt(outputs[r][k].data(), i) != Expected(plans[k], ranks, r, k, i);
       }
       wrong += outputs[r][k].Hit();
     }

@@ -51,23 +51,11 @@ def run_in_ranks(
     arguments: Sequence[Any] = (),
     local_devices: Sequence[Sequence[int]] | None = None,
 ) -> list[str]:
-    """Calls a module-level function in `world` processes, each with one device.
+    """Calls a function, which the ranks import from its file, in `world` processes.
 
-    Args:
-        function: the ranks import it from its file.
-        world: number of processes.
-        log_dir: gets a log per rank.
-        timeout_s: time limit in seconds, after which all ranks are killed.
-        env: more environment variables: one mapping for all ranks, or one per rank.
-        arguments: arguments of the function; they travel as JSON.
-        local_devices: the devices of each rank. By default rank r has device r, or all ranks
-            share the machine's only GPU.
-
-    Returns:
-        What each rank printed.
-
-    Raises:
-        RankError: a rank failed. Its text begins with the rank that failed first.
+    Each has one device, or those in local_devices; ranks may share the machine's only GPU. The
+    arguments travel as JSON. `env`: variables for all ranks, or for each. Returns what each rank
+    printed, which log_dir keeps; a rank that fails raises RankError.
     """
     log_dir.mkdir(parents=True, exist_ok=True)
     platform = jax.devices()[0].platform
@@ -125,19 +113,10 @@ def outcome_of_cases(
     env: Mapping[str, str] = {},
     timeout_s: float = 280,
 ) -> str:
-    """Starts `world` processes once, which run all cases that the requesting fixture serves.
+    """Starts `world` processes once, which run cases of a module.
 
-    Args:
-        request: the request of a fixture with parameters. The tests that use it with the same
-            parameter, and that this session runs, name the cases.
-        module: holds the cases.
-        world: number of processes.
-        log_dir: gets a log per rank.
-        env: more environment variables.
-        timeout_s: time limit in seconds of all cases together.
-
-    Returns:
-        What rank 0 printed; after a failure the error of `run_in_ranks`, too.
+    The tests that use the requesting fixture with the same parameter, and that this session runs,
+    name the cases. Returns what rank 0 printed; after a failure the error of `run_in_ranks`, too.
     """
     specs = [
         item.callspec

@@ -23,21 +23,13 @@ _TIMEOUT_S = 120
 
 @dataclass(frozen=True)
 class Program:
-    """A program, and what its ranks print.
+    """A program, and what its ranks print."""
 
-    Attributes:
-        results: the results of each rank, one rank after another.
-        env: more environment variables.
-        options: options of Python.
-        prefixes: words in front of the command of each rank.
-        only_cpu: why it runs on CPU devices only; empty if it runs everywhere.
-    """
-
-    results: Sequence[Sequence[object]] = ((), ())
+    results: Sequence[Sequence[object]] = ((), ())  # of each rank
     env: Mapping[str, str] = field(default_factory=dict)
-    options: Sequence[str] = ()
-    prefixes: Sequence[Sequence[str]] = ((),) * 4
-    only_cpu: str = ""
+    options: Sequence[str] = ()  # of Python
+    prefixes: Sequence[Sequence[str]] = ((),) * 4  # in front of the command of each rank
+    only_cpu: str = ""  # why it runs on CPU devices only
 
 
 @dataclass(frozen=True)
@@ -57,16 +49,9 @@ class Outcome:
 
 
 def run(name: str, program: Program, log_dir: Path, grace_s: float = 2) -> Outcome:
-    """Runs the ranks of a program.
+    """Runs the ranks of a program; `name` has the function, and its argument.
 
-    Args:
-        name: the function, and its argument.
-        program: says how.
-        log_dir: gets a log per rank.
-        grace_s: how long the others may go on after the first failure.
-
-    Raises:
-        pytest.skip.Exception: there are too few devices, or the wrong ones.
+    The others may go on for grace_s after the first failure.
     """
     log_dir.mkdir(parents=True)
     world, platform = len(program.results), jax.devices()[0].platform
@@ -101,14 +86,7 @@ def start_all(
 ) -> Iterator[Started]:
     """For a fixture of a module: starts the programs that this session tests, some at once.
 
-    The tests have the parameter "name".
-
-    Args:
-        request: of the fixture.
-        programs: all programs of the module.
-        log_dir: gets a folder per program.
-        at_once: how many programs run at once on a platform.
-        how: as for `run`.
+    The tests have the parameter "name". `at_once`: how many run at once on a platform.
     """
     names = [
         item.callspec.params["name"]

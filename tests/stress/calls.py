@@ -72,9 +72,8 @@ class Call:
 
     Attributes:
         operation: one of OPERATIONS or COMPARED.
-        axes: the axes, in rank order.
-        dtype: the dtype.
-        shape: the shape of a rank's operand.
+        axes: in rank order.
+        shape: that of a rank's operand.
         dimension: what is scattered or split, or the axis of the result that is gathered; the
             updates for each rank of a ragged all-to-all; the experts of a rank.
         concat: where an all-to-all puts the parts; the columns of a matmul's matrix; the seed of

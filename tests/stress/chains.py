@@ -39,29 +39,17 @@ _LOGARITHM = {"cpu": (2, 13), "gpu": (4, 24)}
 
 @dataclass(frozen=True)
 class Program:
-    """A random program.
+    """A random program."""
 
-    Attributes:
-        number: the number of the program in the run.
-        shape: the shape of its mesh.
-        order: the devices of the mesh, by their place in the job.
-        calls: what it does, in this order.
-        unedited: whether it calls `jax.lax` under `accelerate()`, or else our functions.
-        check_vma: the argument of shard_map.
-        algorithm: JAX_INTRANODE_ALGORITHM of its life.
-        rounds: how often it runs.
-        delays: whether ranks pause now and then before they run it.
-    """
-
-    number: int
-    shape: tuple[int, ...]
-    order: tuple[int, ...]
+    number: int  # in the run
+    shape: tuple[int, ...]  # of its mesh
+    order: tuple[int, ...]  # the devices of the mesh, by their place in the job
     calls: tuple[Call, ...]
-    unedited: bool
+    unedited: bool  # calls `jax.lax` under `accelerate()`, or else our functions
     check_vma: bool
-    algorithm: str
+    algorithm: str  # JAX_INTRANODE_ALGORITHM of its life
     rounds: int
-    delays: bool
+    delays: bool  # ranks pause now and then before they run it
 
     def __str__(self) -> str:
         facts = [

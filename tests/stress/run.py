@@ -61,11 +61,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Runs random programs in the chosen modes and prints what was found.
-
-    Returns:
-        The exit code: 0 if all values were right, 1 if one was wrong or a rank failed.
-    """
+    """Runs random programs in the chosen modes; returns the exit code."""
     platform, devices = _platform_and_devices(arguments)
     if not 2 <= devices <= 8:
         raise WrongInput(f"{devices} devices: use 2 to 8")

@@ -31,18 +31,11 @@ _POLL_S = 0.005
 
 @dataclass
 class Process:
-    """What a process did.
+    """What a process did."""
 
-    Attributes:
-        events: what it said, in order; each has "event" and "time".
-        exit_code: its exit code, or minus a signal's number; None if it had to be killed.
-        ended: when it ended, on the clock of the events.
-        log: what it printed.
-    """
-
-    events: list[dict[str, Any]] = field(default_factory=list)
-    exit_code: int | None = None
-    ended: float | None = None
+    events: list[dict[str, Any]] = field(default_factory=list)  # each has "event" and "time"
+    exit_code: int | None = None  # or minus a signal's number; None if it had to be killed
+    ended: float | None = None  # when, on the clock of the events
     log: str = ""
 
     def first(self, event: str) -> dict[str, Any] | None:
@@ -56,24 +49,16 @@ class Process:
 
 @dataclass
 class Seen:
-    """What happened in a case.
-
-    Attributes:
-        processes: the processes, in rank order.
-        left: processes and segments that were left after the survivors had ended.
-    """
+    """What happened in a case."""
 
     processes: list[Process]
-    left: list[str]
+    left: list[str]  # processes and segments, after the survivors had ended
 
 
 def run(case: Case, platform: str, slack: float) -> Seen:
     """Runs the processes of a case until all survivors have ended.
 
-    Args:
-        case: the case.
-        platform: "cpu" or "gpu".
-        slack: a factor for the limits of a machine that is busy.
+    `slack` is a factor for the limits, on a machine that is busy.
     """
     ranks = range(case.world)
     with contextlib.ExitStack() as stack:

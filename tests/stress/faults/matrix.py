@@ -47,29 +47,19 @@ OPERATIONS = (
 
 @dataclass(frozen=True)
 class Case:
-    """A case.
+    """A case."""
 
-    Attributes:
-        world: the number of processes, each with one device.
-        victim: the process that fails.
-        fault: one of FAULTS, or "none".
-        phase: one of PHASES.
-        operation: one of OPERATIONS.
-    """
-
-    world: int
-    victim: int
-    fault: str
+    world: int  # processes, each with one device
+    victim: int  # the process that fails
+    fault: str  # one of FAULTS, or "none"
     phase: str
     operation: str
 
     def __str__(self) -> str:
-        """Returns the case as text, which `parse` reads."""
         return f"{self.operation}:{self.phase}:{self.fault}:{self.victim}of{self.world}"
 
     @property
     def survivors(self) -> list[int]:
-        """The processes that don't fail."""
         return [rank for rank in range(self.world) if rank != self.victim]
 
     @property

@@ -24,20 +24,12 @@ _W = np.random.default_rng(0).integers(-1, 2, (_COLUMNS, _COLUMNS)).astype(np.fl
 
 @dataclass(frozen=True)
 class Operation:
-    """An operation.
+    """An operation."""
 
-    Attributes:
-        run: of a rank's array [rows, columns] and the name of the axis.
-        expected: of all ranks' arrays and a rank, what the rank must have.
-        unedited: whether `run` calls `jax.lax`, and is to be accelerated.
-        plan: on GPUs, how its matmul is overlapped: the fused kernel, or the pipeline. None if it
-            has no matmul.
-    """
-
-    run: Callable[[Any, str], Any]
-    expected: Callable[[np.ndarray, int], np.ndarray]
-    unedited: bool = False
-    plan: Plan | None = None
+    run: Callable[[Any, str], Any]  # of a rank's array [rows, columns] and the name of the axis
+    expected: Callable[[np.ndarray, int], np.ndarray]  # of all ranks' arrays and a rank
+    unedited: bool = False  # `run` calls `jax.lax`, and is to be accelerated
+    plan: Plan | None = None  # how its matmul, if it has one, is overlapped on GPUs
 
 
 def data(rank: int, world: int, turn: int) -> np.ndarray:

@@ -33,14 +33,7 @@ _TYPES = ("CommunicationError", "JaxRuntimeError", "XlaRuntimeError", "ValueErro
 
 
 def problems(case: Case, platform: str, seen: Seen, slack: float) -> list[str]:
-    """Returns what was not as it must be; nothing if all was.
-
-    Args:
-        case: the case.
-        platform: "cpu" or "gpu".
-        seen: what happened.
-        slack: a factor for the times, on a machine that is busy.
-    """
+    """Returns what was not as it must be; nothing if all was."""
     found = [f"left behind: {what}" for what in seen.left]
     for rank, process in enumerate(seen.processes):
         wrong = [event["turn"] for event in process.all("wrong")]

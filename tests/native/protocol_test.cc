@@ -24,7 +24,6 @@
 #include <barrier>
 #include <bit>
 #include <chrono>
-#include <cmath>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
@@ -41,7 +40,6 @@
 #include "tests/native/regions.h"
 #include "xla_ffi/ffi/members.h"
 #include "xla_ffi/kernels/few_rows.h"
-#include "xla_ffi/kernels/norm_protocol.h"
 #include "xla_ffi/kernels/same_operation.h"
 #include "xla_ffi/kernels/segments.h"
 
@@ -54,11 +52,6 @@ using namespace protocol_test;
 constexpr int kMaxBlocksHere = 3;
 constexpr size_t kMaxBytes = 1500;
 constexpr size_t kEpochBufferBytes = 64 << 10;
-
-// Algorithms whose rows are normalized.
-constexpr jin::Algorithm kNorms[] = {jin::Algorithm::kOneShotRmsNorm,
-                                     jin::Algorithm::kTwoShotRmsNorm,
-                                     jin::Algorithm::kReduceScatterRmsNorm};
 
 // The ranks' links in a hybrid cube mesh: quads of the first and of the last ranks, then shuffled.
 std::vector<jin::Links> CubeMesh(int ranks) {
@@ -94,7 +87,6 @@ struct Plan {
   int blocks = 1, buffers = 1;
   size_t shift = 0;  // of the result from an address that is a multiple of 16
   uint32_t segments = 1;
-  uint32_t hidden = 0;  // of a norm
 
   bool in_place = false;  // the result is the input
   // Of a permute: of each buffer the source of each rank, or -1.
@@ -106,10 +98,7 @@ struct Plan {
 
   // Words of the input and of the output of each rank.
   size_t In(int ranks) const { return bytes / 4 * jin::InputShards(algorithm, ranks); }
-  // A norm has two results: the new residual and the normalized rows.
-  size_t Out(int ranks) const {
-    return bytes / 4 * (hidden > 0 ? 2 : jin::OutputShards(algorithm, ranks));
-  }
+  size_t Out(int ranks) const { return bytes / 4 * jin::OutputShards(algorithm, ranks); }
 };
 
 // A random call of an algorithm.
@@ -120,10 +109,7 @@ Plan RandomPlan(jin::Algorithm algorithm, int ranks, std::mt19937* random) {
   plan.shift = below(2) == 0 ? 0 : below(16);
   const uint32_t rows = 1 + below(40), row_words = 1 + below(9);
   plan.bytes = size_t{4} * rows * row_words;
-  if (jin::IsNorm(algorithm)) {
-    plan.floating = true;
-    plan.hidden = rows;
-  } else if (jin::IsOfExperts(algorithm)) {
+  if (jin::IsOfExperts(algorithm)) {
     plan.floating = true;
     plan.experts = jin::ExpertTables::Of(ranks, rows, random);
   } else if (algorithm == jin::Algorithm::kRagged) {
@@ -153,7 +139,6 @@ std::vector<jin::Algorithm> KindsOf(const std::string& mode) {
   std::vector<jin::Algorithm> kinds{kPermute, kPermute,  kPermute, kRagged,
                                     kRagged,  kDispatch, kCombine, kFewRows};
   kinds.insert(kinds.end(), std::begin(jin::kCollectives), std::end(jin::kCollectives));
-  kinds.insert(kinds.end(), std::begin(kNorms), std::end(kNorms));
   return kinds;
 }
 
@@ -224,36 +209,6 @@ template <class Call>
 bool RunCall(HostThread& t, const TestGroup& g, const Call& call, const Plan& plan) {
   return plan.floating ? RunAs<jin::F32, jin::BarePackets>(t, g, call, plan)
                        : RunAs<jin::I32, jin::FlaggedPackets>(t, g, call, plan);
-}
-
-float Weight(size_t i) { return static_cast<float>(i % 7) - 3; }
-
-// Norms whose residual is zero.
-bool RunNorm(HostThread& t, const TestGroup& g, const jin::Buffer& whole, const Plan& plan) {
-  const std::vector<float> residual(plan.bytes / 4, 0.0f);
-  std::vector<float> weight;
-  for (size_t i = 0; i < plan.hidden; ++i) weight.push_back(Weight(i));
-  char* const out = static_cast<char*>(whole.out);
-  const jin::NormCall call{
-      .x = whole.in,
-      .residual = residual.data(),
-      .weight = weight.data(),
-      .bias = nullptr,
-      .normed = out + plan.bytes,
-      .new_residual = out,
-      .shard_bytes = plan.algorithm == jin::Algorithm::kReduceScatterRmsNorm ? plan.bytes : 0,
-      .rows = plan.bytes / 4 / plan.hidden,
-      .hidden = plan.hidden,
-      .eps = 1,
-      .weight_offset = 0,
-      .algorithm = plan.algorithm,
-      .protocol = jin::NormProtocolOf(plan.algorithm),
-      .layer_norm = false,
-      .float32_parameters = true,
-      .aligned = false};
-  using Packets = jin::BarePackets;
-  return g.size == 2 ? jin::Norm<jin::F32, 2, false, Packets>::Run(t, g, call)
-                     : jin::Norm<jin::F32, 0, false, Packets>::Run(t, g, call);
 }
 
 // Pieces of equal size except the last one. Some are empty if the whole is small.
@@ -330,7 +285,6 @@ bool RunPlan(HostThread& t, const TestGroup& g, const jin::Buffer& whole, const 
                          : RunRagged<Flagged>(t, g, whole, plan);
   }
   if (plan.experts.tokens > 0) return RunExperts(t, g, whole, plan);
-  if (plan.hidden > 0) return RunNorm(t, g, whole, plan);
   if (plan.Permutes()) {
     const jin::Permutes members = MembersOf(g.rank, whole, plan);
     // Ranks may use different kinds of calls.
@@ -416,19 +370,6 @@ uint32_t Expected(const Plan& plan, int ranks, int rank, int call, size_t i) {
   if (jin::OnlyCopies(plan.algorithm)) {
     return Value(static_cast<int>(i / shard), call, in, plan.floating);
   }
-  if (plan.hidden > 0 && i >= shard) {
-    const size_t row = (i - shard) / plan.hidden, column = (i - shard) % plan.hidden;
-    const auto sum = [&](size_t k) {
-      return std::bit_cast<float>(Expected(plan, ranks, rank, call, row * plan.hidden + k));
-    };
-    float squares[64] = {};  // at least hidden, and a power of 2
-    for (size_t k = 0; k < plan.hidden; ++k) squares[k] = sum(k) * sum(k);
-    for (size_t width = std::size(squares) / 2; width > 0; width /= 2) {
-      for (size_t k = 0; k < width; ++k) squares[k] = squares[2 * k] + squares[2 * k + 1];
-    }
-    const float scale = 1 / std::sqrt(squares[0] / static_cast<float>(plan.hidden) + 1);
-    return std::bit_cast<uint32_t>(sum(column) * scale * Weight(column));
-  }
   return Sum(ranks, call, in, plan.floating);
 }
 
@@ -485,7 +426,7 @@ long LastSegment(jin::Algorithm algorithm, size_t bytes, const jin::Regions& reg
         TestGroup group;
         regions.GiveTo(&group);
         group.rank = r;
-        HostThread thread{t, 0, 1, barriers[r].get(), &jitter, nullptr};
+        HostThread thread{t, 0, 1, barriers[r].get(), &jitter};
         const jin::InSegments<Call> call{{in[r]->data(), out[r]->data(), bytes}, packs, kSegments};
         const uint32_t epoch = jin::Begin(thread, group);
         for (int phase = 0; phase < Body::kPhases; ++phase) {
@@ -544,7 +485,7 @@ int main(int argc, char** argv) {
   for (int k = 0; k < calls; ++k) {
     const Plan& plan =
         plans.emplace_back(RandomPlan(kinds[random() % kinds.size()], ranks, &random));
-    const bool is_kernel = plan.hidden == 0 && plan.experts.tokens == 0 && plan.tables.updates == 0;
+    const bool is_kernel = plan.experts.tokens == 0 && plan.tables.updates == 0;
     permutes += plan.Permutes();
     epochs += !is_kernel        ? 1
               : plan.Permutes() ? 0
@@ -558,8 +499,6 @@ int main(int argc, char** argv) {
 
   std::atomic<long> wrong{0};
   std::vector<std::thread> threads;
-  std::vector<std::vector<float>> totals(ranks * kMaxBlocksHere,
-                                         std::vector<float>(jin::kMaxHidden / 4));
   std::vector<Table> tables(ranks * kMaxBlocksHere);
   std::vector<std::vector<std::vector<uint32_t>>> inputs(ranks);
   std::vector<std::vector<jin::Guarded>> outputs(ranks);
@@ -598,7 +537,7 @@ int main(int argc, char** argv) {
         TestGroup groups[] = {group_of(r, false), group_of(r, true)};
         for (int k = 0; k < calls; ++k) {
           TestGroup& group = groups[plans[k].Permutes()];
-          HostThread thread{t, 0, 1, check_barriers[r].get(), &jitter, nullptr};
+          HostThread thread{t, 0, 1, check_barriers[r].get(), &jitter};
           jitter.Pause();
           group.operation =
               jin::OperationWord(plans[k].algorithm, jin::ElementType::kF32, plans[k].bytes);
@@ -622,13 +561,8 @@ int main(int argc, char** argv) {
             TestGroup& group = groups[plan.Permutes()];
             if (b < plan.blocks) {
               const int block = r * kMaxBlocksHere + b;
-              HostThread thread{t,
-                                b,
-                                plan.blocks,
-                                block_barriers[block].get(),
-                                &jitter,
-                                &totals[block],
-                                &tables[block]};
+              HostThread thread{
+                  t, b, plan.blocks, block_barriers[block].get(), &jitter, &tables[block]};
               jitter.Pause();
               char* const out = outputs[r][k].data();
               const void* const in = inputs[r][k].data();

@@ -1,18 +1,15 @@
 // The threads on which protocol_test.cc runs the protocols.
 #pragma once
 
-#include <algorithm>
 #include <atomic>
 #include <barrier>
 #include <chrono>
 #include <cstdio>
 #include <cstdlib>
 #include <thread>
-#include <vector>
 
 #include "xla_ffi/kernels/experts.h"
 #include "xla_ffi/kernels/hybrid_cube_mesh.h"
-#include "xla_ffi/kernels/norm_protocol.h"
 #include "xla_ffi/kernels/one_hop.h"
 #include "xla_ffi/kernels/permute.h"
 #include "xla_ffi/kernels/ragged.h"
@@ -49,8 +46,7 @@ struct HostThread {
   int thread, block, blocks;
   std::barrier<>* barrier;
   Jitter* jitter;
-  std::vector<float>* totals;  // of the block's threads (norm.h)
-  Table* table = nullptr;      // of the block
+  Table* table = nullptr;  // of the block
   std::chrono::steady_clock::time_point started{};
   bool met = false;
 
@@ -61,18 +57,7 @@ struct HostThread {
   void Sync() const { barrier->arrive_and_wait(); }
   size_t First() const { return block * kThreads + thread; }
   size_t Stride() const { return blocks * kThreads; }
-  static constexpr int kRowThreads = kThreads;
-  size_t FirstUnit() const { return 0; }
   int FirstUpdate() const { return thread; }
-  template <uint32_t kMost>
-  float Total(float (&v)[kMost], uint32_t count) {
-    for (uint32_t j = 0; j < count; ++j) (*totals)[j * kThreads + thread] = v[j];
-    Sync();
-    float all[kThreads * kMost];
-    std::copy_n(totals->begin(), kThreads * count, all);
-    Sync();
-    return jin::TotalOfPairs(all, kThreads * count);
-  }
   bool Wait(size_t, int) {
     if (started == std::chrono::steady_clock::time_point()) {
       started = std::chrono::steady_clock::now();

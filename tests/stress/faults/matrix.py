@@ -1,10 +1,10 @@
 """The cases: every fault of every process in every phase of every operation."""
 
 import itertools
+import random
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-
-import numpy as np
 
 WORLDS = (2, 3, 4)
 
@@ -124,27 +124,12 @@ def cases(worlds: Sequence[int]) -> list[Case]:
 
 def sample(worlds: Sequence[int], count: int, seed: int) -> list[Case]:
     """Chooses cases: every pair of fault and phase as often as the others, each case once."""
-    generator = np.random.default_rng(seed)
-    of_pair: dict[tuple[str, str], list[Case]] = {}
-    for case in cases(worlds):
-        of_pair.setdefault((case.fault, case.phase), []).append(case)
-    queues = []
-    for found in of_pair.values():
-        # Each operation and each number of processes comes soon.
-        found = [found[int(k)] for k in generator.permutation(len(found))]
-        seen: dict[tuple[str, int], int] = {}
-        ranked = []
-        for case in found:
-            key = (case.operation, case.world)
-            seen[key] = seen.get(key, 0) + 1
-            ranked.append((seen[key], case))
-        ranked.sort(key=lambda pair: pair[0])
-        queues.append([case for _, case in ranked])
-    chosen: list[Case] = []
-    for turn in itertools.count():
-        order = generator.permutation(len(queues))
-        some = [queues[int(k)][turn] for k in order if turn < len(queues[int(k)])]
-        if not some or len(chosen) >= count:
-            return chosen[:count]
-        chosen += some
-    raise AssertionError
+    found = cases(worlds)
+    random.Random(seed).shuffle(found)
+    seen: Counter[tuple[str, str]] = Counter()
+    turns = []
+    for case in found:
+        seen[case.fault, case.phase] += 1
+        turns.append((seen[case.fault, case.phase], case))
+    turns.sort(key=lambda turn: turn[0])
+    return [case for _, case in turns[:count]]

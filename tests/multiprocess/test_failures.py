@@ -72,6 +72,7 @@ def leave(present: list[int]) -> None:
         time.sleep(1)  # until the others know that their key was set, and have ended
     else:
         client.key_value_set(f"test/leave/{jax.process_index()}", "gone")
+    sys.stdout.flush()
     os._exit(0)
 
 
@@ -181,9 +182,7 @@ def takes_no_other_data(operations: list[str]) -> None:
     say("ERROR", failure.message)
     say("RECORD", (failure.reason, failure.rank, failure.missing_rank, failure.platform))
     come("over", [0, 1])
-    sys.stdout.flush()
-    time.sleep(0 if jax.process_index() else 2)  # JAX's coordination service ends last
-    os._exit(0)
+    leave([0, 1])
 
 
 def sends_a_bad_table(table: int, value: int) -> None:
@@ -205,9 +204,7 @@ def sends_a_bad_table(table: int, value: int) -> None:
         except Exception as error:
             say("ERROR", error)
     come("over", [0, 1])
-    sys.stdout.flush()
-    time.sleep(0 if jax.process_index() else 2)  # JAX's coordination service ends last
-    os._exit(0)
+    leave([0, 1])
 
 
 # The tests.

@@ -36,6 +36,7 @@
 
 #include "jax_intranode/include/jax_intranode/peer.h"
 #include "tests/native/kernel_of.h"
+#include "tests/native/permutations.h"
 #include "tests/native/ragged_tables.h"
 #include "tests/native/test_monitor.h"
 #include "xla_ffi/ffi/site_numbers.h"
@@ -74,7 +75,7 @@ struct Plan {
   size_t items;
   size_t pieces;
   // Of a permute: of each piece the source of each rank, or -1.
-  std::vector<std::vector<int>> sources = {};
+  std::vector<jin::Permutation> sources = {};
   jin::RaggedTables tables = {};  // of a ragged all-to-all, with an item a row
 
   static Plan Of(int ranks, int round, int site) {
@@ -98,21 +99,12 @@ struct Plan {
     const uint32_t segments = cut ? 2 + 2 * (random() % 3) : 1;
     Plan plan{{algorithm, type, segments}, items, one ? 1 : std::min<size_t>(items, 5)};
     for (size_t k = 0; k < plan.pieces && permutes; ++k) {
-      plan.sources.push_back(Permutation(ranks, &random));
+      plan.sources.push_back(jin::RandomPermutation(ranks, &random));
     }
     if (algorithm == jin::Algorithm::kRagged) {
       plan.tables = jin::RaggedTables::Of(ranks, static_cast<uint32_t>(items), 32, &random);
     }
     return plan;
-  }
-  // Each rank gets the operand of another one, its own, or none's.
-  static std::vector<int> Permutation(int ranks, std::mt19937* random) {
-    std::vector<int> sources(ranks);
-    for (int r = 0; r < ranks; ++r) sources[r] = r;
-    std::shuffle(sources.begin(), sources.end(), *random);
-    const uint32_t missing = (*random)() % 3;
-    for (int& source : sources) source = (*random)() % 4 < missing ? -1 : source;
-    return sources;
   }
   static bool Reduces(jin::Algorithm algorithm) { return jin::IsAllReduce(algorithm); }
   bool MayBeInPlace() const {
@@ -126,9 +118,7 @@ struct Plan {
   jin::Permutes MembersOf(int rank, const jin::Buffers& buffers) const {
     jin::Permutes members;
     for (size_t k = 0; k < pieces; ++k) {
-      const auto to = std::find(sources[k].begin(), sources[k].end(), rank);
-      members.Append(buffers.buffer[k], sources[k][rank],
-                     to == sources[k].end() ? -1 : static_cast<int>(to - sources[k].begin()));
+      jin::AddMember(&members, buffers.buffer[k], sources[k], rank);
     }
     return members;
   }

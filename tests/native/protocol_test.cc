@@ -35,6 +35,7 @@
 
 #include "tests/native/expert_tables.h"
 #include "tests/native/kernel_of.h"
+#include "tests/native/permutations.h"
 #include "tests/native/protocol_thread.h"
 #include "tests/native/ragged_tables.h"
 #include "tests/native/regions.h"
@@ -70,16 +71,6 @@ std::vector<jin::Links> CubeMesh(int ranks) {
   return links;
 }
 
-// The source of each rank, or -1.
-std::vector<int> PartialPermutation(int ranks, std::mt19937* random) {
-  std::vector<int> sources(ranks);
-  for (int r = 0; r < ranks; ++r) sources[r] = r;
-  std::shuffle(sources.begin(), sources.end(), *random);
-  const uint32_t missing = (*random)() % 4;
-  for (int& source : sources) source = (*random)() % 4 < missing ? -1 : source;
-  return sources;
-}
-
 struct Plan {
   jin::Algorithm algorithm;
   bool floating;
@@ -90,7 +81,7 @@ struct Plan {
 
   bool in_place = false;  // the result is the input
   // Of a permute: of each buffer the source of each rank, or -1.
-  std::vector<std::vector<int>> sources = {};
+  std::vector<jin::Permutation> sources = {};
   jin::RaggedTables tables = {};
   jin::ExpertTables experts = {};
 
@@ -123,7 +114,7 @@ Plan RandomPlan(jin::Algorithm algorithm, int ranks, std::mt19937* random) {
     if (jin::RunsInSegments(algorithm) && below(2) == 0) plan.segments = 2 + 2 * below(3);
     plan.in_place = may_be_in_place && below(2) == 0;
     for (int m = 0; m < plan.buffers && is_permute; ++m) {
-      plan.sources.push_back(PartialPermutation(ranks, random));
+      plan.sources.push_back(jin::RandomPermutation(ranks, random));
     }
   }
   return plan;
@@ -228,10 +219,7 @@ jin::Permutes MembersOf(int rank, const jin::Buffer& whole, const Plan& plan) {
   const jin::Buffers pieces = PiecesOf(whole, plan);
   jin::Permutes members;
   for (int k = 0; k < plan.buffers; ++k) {
-    const std::vector<int>& sources = plan.sources[k];
-    const auto to = std::find(sources.begin(), sources.end(), rank);
-    members.Append(pieces.buffer[k], sources[rank],
-                   to == sources.end() ? -1 : static_cast<int>(to - sources.begin()));
+    jin::AddMember(&members, pieces.buffer[k], plan.sources[k], rank);
   }
   return members;
 }

@@ -21,7 +21,7 @@
 // "sound" break the protocol on purpose. Exit status: that of collectives_model.cc.
 #include "kernel_model.h"
 //
-#include "xla_ffi/kernels/permute.h"
+#include "tests/native/permutations.h"
 #include "xla_ffi/kernels/segments.h"
 
 namespace jin = jax_intranode;
@@ -34,8 +34,7 @@ constexpr int kMostMembers = 2;
 constexpr int kMostBlocks = 2;
 constexpr int kMostPacks = 2;  // of a member
 
-// The source of each rank, or -1.
-using Permutation = std::vector<int>;
+using jin::Permutation;
 
 enum class Packets { kHalf, kBare, kFlagged };
 
@@ -136,11 +135,10 @@ class Sequence : public model::KernelModel {
     const Plan& plan = plans_[k];
     jin::Permutes call;
     for (size_t m = 0; m < plan.members.size(); ++m) {
-      const Permutation& sources = plan.members[m];
       for (int i = 0; i < plan.packs[m] * 4; ++i) input->words[m][i] = Value(rank, k, m, i);
-      const auto to = std::find(sources.begin(), sources.end(), rank);
-      call.Append({input->words[m], local.out[rank][k][m], static_cast<size_t>(16 * plan.packs[m])},
-                  sources[rank], to == sources.end() ? -1 : static_cast<int>(to - sources.begin()));
+      const jin::Buffer buffer{input->words[m], local.out[rank][k][m],
+                               static_cast<size_t>(16 * plan.packs[m])};
+      jin::AddMember(&call, buffer, plan.members[m], rank);
     }
     return call;
   }

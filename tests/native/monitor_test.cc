@@ -219,6 +219,12 @@ void AwaitEnd(const jin::PeerWatch& watch) {
       "the victim's end");
 }
 
+// All observers have seen this before one of them says goodbye.
+void MeetObservers() {
+  ++board->observers_done;
+  Await([] { return board->observers_done == kProcesses - 1; }, "the other observer");
+}
+
 // Nothing follows, and a fault is reported once.
 void ExpectTheEnd(const jin::PeerWatch& watch, PeerState state, const std::string& text) {
   AwaitEnd(watch);
@@ -233,9 +239,7 @@ void ExpectTheEnd(const jin::PeerWatch& watch, PeerState state, const std::strin
   const auto status = StatusOf(watch, kVictim);
   Check(status.state == state && status.pid == board->processes[kVictim].pid,
         "another status than the sink was told");
-  // All observers have seen this before one of them says goodbye.
-  ++board->observers_done;
-  Await([] { return board->observers_done == kProcesses - 1; }, "the other observer");
+  MeetObservers();
 }
 
 [[noreturn]] void KillMyself() {
@@ -408,8 +412,7 @@ void Threads() {
   jin::Monitor::Get().EndNews();
   for (std::thread& thread : threads) thread.join();
   Check(StatusOf(*first, kVictim).state == PeerState::kLeft, "a goodbye is final");
-  ++board->observers_done;
-  Await([] { return board->observers_done == kProcesses - 1; }, "the other observer");
+  MeetObservers();
   second.reset();
   Close(*first);
 }

@@ -32,7 +32,7 @@ python tests/stress/run.py --minutes 30 --json counts.json
 python tests/stress/run.py --platform cpu --devices 8 --mode single-process
 python tests/stress/run.py --seed 7 --program 123        that program only"""
 
-# How often a line of progress is printed where the output is not a terminal.
+# How often a line of progress is printed.
 _LINES_S = 30
 # What starting, compiling and comparing may take beyond the time that was asked for.
 _SLACK_S = 600
@@ -84,8 +84,7 @@ def run(arguments: argparse.Namespace) -> int:
             "program": arguments.program,
             "operations": arguments.operations,
         }
-        of_mode = _Run(runs.Devices(platform, devices, mode), what)
-        results.append({"mode": mode, **of_mode.run()})
+        results.append({"mode": mode, **_run(runs.Devices(platform, devices, mode), what)})
     if arguments.json is not None:
         header = {"seed": seed, "platform": platform, "devices": devices}
         arguments.json.write_text(json.dumps({**header, "modes": results}, indent=2) + "\n")
@@ -101,77 +100,61 @@ def _platform_and_devices(arguments: argparse.Namespace) -> tuple[str, int]:
     return platform, 4 if platform == "cpu" and arguments.devices is None else devices
 
 
-class _Run(runs.ProgressLine):
-    """The run of one mode, and its progress."""
+def _run(job: runs.Devices, what: dict[str, Any]) -> dict[str, Any]:
+    """Runs a mode with these arguments of chains.run, and shows its progress now and then.
 
-    def __init__(self, job: runs.Devices, what: dict[str, Any]) -> None:
-        """Takes the arguments of chains.run."""
-        super().__init__(sys.stderr, 0)
-        self._job, self._arguments, self._seconds = job, what, what["seconds"]
-        self._heard: dict[str, Any] = {"begun": "no program yet", "counts": chains.no_counts()}
-        self._shown = self.started
+    Returns:
+        The last counts, and as "error" what a rank has printed.
+    """
+    heard: dict[str, Any] = {"begun": "no program yet", "counts": chains.no_counts()}
+    shown, error = time.monotonic(), None
 
-    def run(self) -> dict[str, Any]:
-        """Runs the ranks; returns the last counts, and as "error" what a rank has printed."""
-        variables = {
-            **stress.importable(),
-            # A rank that hangs ends with a message, and soon.
-            "JAX_INTRANODE_TIMEOUT_S": os.environ.get("JAX_INTRANODE_TIMEOUT_S", "120"),
-            # XLA would leave out roundings between operations that it fuses.
-            "XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} --xla_allow_excess_precision=false",
-        }
-        error = None
-        try:
-            runs.run_function(
-                "stress.chains:run",
-                self._arguments,
-                self._job,
-                timeout_s=self._seconds + _SLACK_S,
-                variables=variables,
-                line=self,
-                hear=self._heard.update,
-            )
-        except runs.RankError as failed:
-            error = str(failed)
-        counts = self._heard["counts"]
-        print(f"{self._job.mode}: {self._so_far()}", flush=True)
-        for failure in counts["failures"]:
-            print(f"WRONG: {failure['wrong']} elements of {failure['text']}")
-            print(self._again(failure["program"]), flush=True)
-        if error is not None:
-            print(f"A RANK FAILED in {self._heard['begun']}\n{self._again(counts['programs'])}")
-            print(error, flush=True)
-        return {**counts, "error": error}
+    def hear(message: dict[str, Any]) -> None:
+        nonlocal shown
+        heard.update(message)
+        if time.monotonic() - shown > _LINES_S:
+            shown = time.monotonic()
+            print(f"{job.mode}: {_text(heard['counts'])}", flush=True)
 
-    def _again(self, program: int) -> str:
-        """The command that runs a program again."""
-        platform, devices, mode = self._job
-        only, operations = self._arguments["program"], ",".join(self._arguments["operations"])
-        return (
-            f"  again: python tests/stress/run.py --platform {platform} --devices {devices} "
-            f"--mode {mode} --seed {self._arguments['seed']} "
-            f"--program {program if only is None else only}"
-            + (f" --operations {operations}" if operations else "")
+    def again(program: int) -> str:
+        number = program if what["program"] is None else what["program"]
+        text = f"  again: python tests/stress/run.py --platform {job.platform} --devices {job.size}"
+        text += f" --mode {job.mode} --seed {what['seed']} --program {number}"
+        return text + (
+            f" --operations {','.join(what['operations'])}" if what["operations"] else ""
         )
 
-    def _so_far(self) -> str:
-        counts = self._heard["counts"]
-        return (
-            f"{counts['programs']} programs, {counts['runs']} runs, {counts['operations']} "
-            f"operations in our kernels, {counts['elements']:.3g} elements compared, "
-            f"{counts['wrong']} wrong"
+    variables = {
+        **stress.importable(),
+        # A rank that hangs ends with a message, and soon.
+        "JAX_INTRANODE_TIMEOUT_S": os.environ.get("JAX_INTRANODE_TIMEOUT_S", "120"),
+        # XLA would leave out roundings between operations that it fuses.
+        "XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} --xla_allow_excess_precision=false",
+    }
+    limit_s = what["seconds"] + _SLACK_S
+    try:
+        runs.run_function(
+            "stress.chains:run", what, job, timeout_s=limit_s, variables=variables, hear=hear
         )
+    except runs.RankError as failed:
+        error = str(failed)
+    counts = heard["counts"]
+    print(f"{job.mode}: {_text(counts)}", flush=True)
+    for failure in counts["failures"]:
+        print(f"WRONG: {failure['wrong']} elements of {failure['text']}")
+        print(again(failure["program"]), flush=True)
+    if error is not None:
+        print(
+            f"A RANK FAILED in {heard['begun']}\n{again(counts['programs'])}\n{error}", flush=True
+        )
+    return {**counts, "error": error}
 
-    def text(self) -> str:
-        left = runs.minutes(max(0, self._seconds - (time.monotonic() - self.started)))
-        return f"{self._job.mode}, {left} left: {self._so_far()}"
 
-    def show(self) -> None:
-        """Shows the line, or prints it now and then where the output is not a terminal."""
-        super().show()
-        if not sys.stderr.isatty() and time.monotonic() - self._shown > _LINES_S:
-            self._shown = time.monotonic()
-            print(self.text(), flush=True)
+def _text(counts: dict[str, Any]) -> str:
+    return (
+        f"{counts['programs']} programs, {counts['runs']} runs, {counts['operations']} operations "
+        f"in our kernels, {counts['elements']:.3g} elements compared, {counts['wrong']} wrong"
+    )
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -118,8 +118,7 @@ PROGRAMS = {
             "sound 2 2 queue",
             "sound 3 2 queue 20",
         ),
-        full=("sound 2 3 streams 1000", "sound 3 3 queue 1000"),
-        sanitized=True,
+        full=("sound 2 3 streams", "sound 2 3 queue"),
     ),
 }
 

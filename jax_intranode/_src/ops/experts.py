@@ -111,7 +111,8 @@ def moe_dispatch(
     Args:
         tokens: an array [T, H], the tokens of this rank. Accelerated dtypes: float32, bfloat16 and
             float16.
-        expert_ids: integers [T, k]: the experts of each token, -1 for none.
+        expert_ids: integers [T, k]: the experts of each token, -1 for none. Other numbers that no
+            expert has are none, too, and are not counted as dropped.
         weights: floats [T, k], by which `moe_combine` multiplies the results of the experts. They
             travel as float32.
         axis_name: the name of a mapped axis, or a tuple of names, with ranks in row-major order.

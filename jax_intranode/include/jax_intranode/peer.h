@@ -11,8 +11,9 @@
 //     End(t, p);
 //   }
 //
-// Every rank runs the same calls in the same order, with the same grid. A block may wait for the
-// block of the same number on another rank. It must not wait for another block of its own grid.
+// Every rank runs the same calls in the same order. In a call all ranks have the same grid. A block
+// may wait for the block of the same number on another rank. It must not wait for another block of
+// its own grid.
 //
 // Why one call can't meet the last one
 //   The data of a buffer have two halves, and calls alternate between them. Block b's End() waits
@@ -29,7 +30,8 @@
 //                           `Begin` returns it. It may wrap.
 //   busy[b]                 The owner's block b sets it at the beginning and clears it at the end.
 //                           A call that finds it set overlaps with another one, and gives up.
-//   begun[b]                How many calls have launched block b; the owner's block b writes it.
+//   begun[b]                How many calls that launched block b have ended; the owner's block b
+//                           writes it.
 //   peer_begun[b][r]        Rank r's block b stores here the number of the call that it begins. The
 //                           owner's block b waits for it. It only grows, and r is at most
 //                           one call ahead. Nobody clears it.

@@ -544,6 +544,23 @@ def test_tied_embeddings_in_a_loop() -> None:
     check(lambda table, words: table.at[words].set(1.0), table, words)
 
 
+def largest(x: Any, table: Any) -> Any:
+    return table[lax.top_k(x, 3)[1]] @ table.T
+
+
+def error_function(x: Any, table: Any) -> Any:
+    return lax.erf(x @ table.T) @ table
+
+
+@pytest.mark.parametrize("f", [largest, error_function])
+def test_shardings_pass_operations_that_stablehlo_lacks(f: Any) -> None:
+    mesh = two_axes()
+    width = 32 if f is largest else 16
+    x, table = put(mesh, normal(0, 8, width), "data"), put(mesh, normal(1, 32, 16), "model")
+    before, after = check(f, x, table)
+    assert after["jax_intranode_psum"] == before["all-reduce"] == 1
+
+
 def test_a_key_of_random_numbers() -> None:
     """JAX says that it is replicated by a mesh of its own, without axes."""
     p, x = tensor_parallel()

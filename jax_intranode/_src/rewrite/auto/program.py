@@ -399,6 +399,7 @@ class Program:
 
 
 def _run(pipeline: str, module: Any) -> None:
+    simplified.add_rules(module)
     passes = passmanager.PassManager.parse(pipeline)
     passes.enable_verifier(False)  # after each pass, which takes longer than the passes
     passes.run(module)

@@ -6,6 +6,7 @@ their order.
 
 from typing import Any
 
+import jax
 from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import sdy, stablehlo
 
@@ -136,6 +137,27 @@ def forget_shardings(module: Any) -> None:
     for operation in walk(module.operation):
         if "sdy.sharding" in operation.attributes:
             del operation.attributes["sdy.sharding"]
+
+
+def add_rules(module: Any) -> None:
+    """Says how shardings propagate through operations of MHLO.
+
+    XLA's Shardy has rules for these. That of jaxlib has none, and passes drop those given here.
+    """
+    for operation in walk(module):
+        if operation.name not in ("mhlo.topk", "mhlo.erf"):
+            continue
+        shape = list(ir.RankedTensorType(operation.operands[0].type).shape)
+        own = sdy.TensorMappingAttr.get([sdy.DimMappingAttr.get([i]) for i in range(len(shape))])
+        last = [len(shape) - 1] if operation.name == "mhlo.topk" else []
+        if last or jax.__version_info__ >= (0, 12):
+            operation.attributes["sdy.sharding_rule"] = sdy.OpShardingRuleAttr.get(
+                shape,
+                [own],
+                [own] * len(operation.results),
+                need_replication_factors=last,
+                blocked_propagation_factors=last,
+            )
 
 
 def _make_ifs(main: Any) -> None:

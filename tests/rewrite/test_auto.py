@@ -24,7 +24,7 @@ from auto_programs import (
 )
 from jax import lax
 from jax.extend.mlir import ir
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from tiers import full
 
@@ -43,6 +43,7 @@ from jax_intranode._src.rewrite.auto import (
     rewriting,
     simplified,
 )
+from jax_intranode._src.rewrite.collectives import Body
 from jax_intranode._src.selection import config
 
 __all__ = ["not_installed"]
@@ -191,6 +192,27 @@ def test_rows_behind_large_sums_are_divided(remat: bool, monkeypatch: pytest.Mon
     # Two layers, forward and backward. The first layer has all of x.
     assert large["jax_intranode_psum_scatter"] == 4
     assert large["jax_intranode_all_gather"] == 4 + remat
+
+
+@pytest.mark.parametrize("batch", ["data", None])
+def test_rows_whose_sums_xla_does_not_scatter(
+    batch: Any, as_on_gpus: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On 2 x 2 devices XLA permutes instead where the sum is replicated over the major axis."""
+    as_on_gpus(0)
+    monkeypatch.setattr(Body, "is_overlapped", lambda *_, **__: True)
+    devices = np.array(jax.devices()[:4]).reshape(2, 2)
+    mesh = Mesh(devices, ("data", "model"), axis_types=(AxisType.Auto,) * 2)
+    p, x = weights(mesh, *TENSOR_PARALLEL), put(mesh, normal(3, 8, 8, 16), batch)
+
+    def f(p: Any, x: Any) -> Any:
+        for _ in range(2):
+            y = jnp.sin(x)
+            x = x + (jnp.tanh(y @ p["up"]) * (y @ p["up"] ** 2) * (y @ p["up"] ** 3)) @ p["down"]
+        return x
+
+    _, after = check(f, p, x)
+    assert after["jax_intranode_psum_scatter"] == (2 if batch else 0)
 
 
 @pytest.mark.parametrize("whole", [1, 2])

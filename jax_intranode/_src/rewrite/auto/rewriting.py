@@ -238,7 +238,14 @@ class _Rewriting:
         if moves and takes and not moves_on_cpus:
             for block, _, candidates in blocks:
                 self._overlapping(block, candidates)
-            moves = len(self._overlap) > self._divided
+            # Where XLA would permute, too, divided sums have no plan. Most of them need one.
+            scattered = sum(
+                max(1, len(candidate.terms))
+                for *_, candidates in blocks
+                for candidate in candidates
+                if candidate.plan is not None and candidate.plan.scatters
+            )
+            moves = len(self._overlap) > self._divided <= 2 * scattered
             if not moves:
                 blocks = self._start_again(before)
         replacements = self._replaced(blocks, takes, reason)

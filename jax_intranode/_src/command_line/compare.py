@@ -46,19 +46,14 @@ _HARMLESS = ("DebugEffect", "OrderedDebugEffect")
 _current: "Comparison | None" = None
 
 
-def start(
-    steps: int,
-    auto: bool = False,
-    accelerate: Callable[..., Any] = jax_intranode.accelerate,
-) -> "Comparison":
+def start(steps: int, auto: bool = False) -> "Comparison":
     """Lets the functions that are jitted from now on be compared.
 
     Args:
         auto: that of `accelerate` and, after the report, of `install`.
-        accelerate: returns the context of accelerated calls.
     """
     global _current
-    _current = Comparison(steps, auto, accelerate)
+    _current = Comparison(steps, auto)
     _current.patch()
     return _current
 
@@ -170,11 +165,11 @@ class _Compiled(_Instead):
 
 
 class Comparison:
-    def __init__(self, steps: int, auto: bool, accelerate: Callable[..., Any]) -> None:
+    def __init__(self, steps: int, auto: bool) -> None:
         self._steps = steps
         self._block = max(1, steps // 8)
         self._auto = auto
-        self.accelerate = functools.partial(accelerate, auto=auto)
+        self.accelerate = functools.partial(jax_intranode.accelerate, auto=auto)
         self._functions: dict[Any, _Function] = {}
         self._thread = threading.main_thread().ident  # another one may have imported JAX
         self._compiles = 0

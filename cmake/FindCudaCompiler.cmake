@@ -1,9 +1,9 @@
 # Looks for an nvcc that works. Sets JAX_INTRANODE_CUDA_FOUND, and JAX_INTRANODE_CUDA_REASON if not.
 #
 # JAX_INTRANODE_CUDA is AUTO (use CUDA if there is a compiler; fail without one if there are GPUs), ON
-# (fail without a compiler) or OFF. Order:
-# CMAKE_CUDA_COMPILER or CUDACXX, then nvcc in CUDA_HOME, on PATH or in /usr/local/cuda. With
-# JAX_INTRANODE_CUDA_WHEELS it is the nvcc of the wheels, whatever else there is.
+# (fail without a compiler) or OFF. Order: CMAKE_CUDA_COMPILER or CUDACXX, then nvcc in CUDA_HOME or
+# CUDA_PATH, on PATH or in /usr/local/cuda. With JAX_INTRANODE_CUDA_WHEELS it is the nvcc of the
+# wheels, whatever else there is.
 if(JAX_INTRANODE_CUDA STREQUAL "")
   set(JAX_INTRANODE_CUDA AUTO) # an environment variable that is set, but empty
 endif()

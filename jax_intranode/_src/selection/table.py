@@ -144,8 +144,7 @@ def _ragged(packets: str, world: int, measured: int) -> dict[tuple[str, int], tu
 
 
 # Measured on 2 and 4 H200s; both process modes gave the same rows, but for those of _HOPPER_MULTI.
-# The rows for 8 ranks were
-# measured with older kernels.
+# The rows for 8 ranks were measured with older kernels.
 _HOPPER: dict[str, dict[tuple[str, int], tuple[Row, ...]]] = {
     "psum": {
         ("bare", 2): (

@@ -43,8 +43,8 @@
 //
 // On GPUs a wait that lasts longer than JAX_INTRANODE_TIMEOUT_S, or that the host ends because a
 // peer is lost, writes a record and traps: no wrong data leave the GPU, XLA raises an error, and
-// its message says which rank waited for which. On the CPU the waiting
-// function returns false, and the body returns at once; the call fails with the same message.
+// its message says which rank waited for which. On the CPU the waiting function returns false, and
+// the body returns at once; the call fails with the same message.
 #pragma once
 
 #include <cstring>

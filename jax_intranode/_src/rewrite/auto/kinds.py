@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
@@ -203,8 +204,7 @@ def _arg_reduction(operation: Any, labels: Labels) -> Kind | None:
 
     key = name, dimensions, int(index)
     alone = Plan((), (), (), ())
-    compute = lambda x, indices: on_shards(alone, x, indices)  # noqa: E731
-    return Kind(name, key, labels, compute, 2, "", (), collective, on_shards)
+    return Kind(name, key, labels, partial(on_shards, alone), 2, "", (), collective, on_shards)
 
 
 def _chosen(block: Any, has_nan: bool) -> str | None:

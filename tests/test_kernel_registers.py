@@ -2,6 +2,7 @@
 
 import functools
 import importlib.util
+import itertools
 import re
 import shutil
 import subprocess
@@ -37,7 +38,8 @@ class Kernel(NamedTuple):
 
 def kernels_in(text: str) -> list[Kernel]:
     """The kernels that ``cuobjdump --dump-resource-usage`` lists."""
-    found = re.findall(r"Function (\S*jax_intranode_(?:kernel|cube_mesh)I\S*):\s+REG:(\d+)", text)
+    names = "kernel|cube_mesh|dispatch|combine"
+    found = re.findall(rf"Function (\S*jax_intranode_(?:{names})I\S*):\s+REG:(\d+)", text)
     return [
         Kernel(name, int(re.findall(r"Li(\d+)E", name)[-1]), "AlignedBuffer" in name, int(count))
         for name, count in found
@@ -61,6 +63,10 @@ def kernels() -> list[Kernel]:
     return found
 
 
+def of_experts(kernel: Kernel) -> bool:
+    return re.search("jax_intranode_(dispatch|combine)I", kernel.name) is not None
+
+
 def outgrown(kernel: Kernel) -> list[str]:
     """The launches that would not be resident as a whole, with the block that checks."""
     worlds = (3, 5, 6, 7, 8) if kernel.size == 0 else (kernel.size,)
@@ -80,6 +86,18 @@ def test_grids_are_resident() -> None:
     """
     assert {k.size for k in kernels()} == {0, 2, 4, 8}
     checked = [k for k in kernels() if k.aligned or k.size in (0, 8)]
+    checked = [k for k in checked if not of_experts(k)]
     checked = [k for k in checked if k.size != 4 or "7TwoShot" not in k.name]
     wrong = [text for k in checked for text in outgrown(k)]
     assert not wrong, "\n".join(wrong)
+
+
+def test_grids_of_experts_are_resident() -> None:
+    checked = [k for k in kernels() if of_experts(k)]
+    assert len(checked) == 8  # a dispatch and combines of 3 dtypes, of 2 ranks and of any number
+    for kernel, world in itertools.product(checked, (2, 3, 4, 8)):
+        chosen = select.select_experts(
+            "moe_combine", nbytes=100 << 20, dtype="bfloat16", world_size=world,
+            hardware="hopper", epoch_buffer_bytes=32 << 20,
+        )  # fmt: skip
+        assert chosen.blocks + 1 <= kernel.resident(chosen.threads), kernel

@@ -10,7 +10,7 @@ from tiers import quick
 
 from jax_intranode._src.native import definitions
 from jax_intranode._src.operations import RECORDS
-from jax_intranode._src.selection import config, select, table
+from jax_intranode._src.selection import config, generations, select, table
 
 pytestmark = pytest.mark.one_version
 
@@ -163,6 +163,19 @@ def test_experts_fall_back_where_the_slab_has_no_room(operation: str) -> None:
             assert "JAX_INTRANODE_SLAB_MIB" in chosen.reason and f"{nbytes} bytes" in chosen.reason
         else:
             assert (world - 1) * (32 * chosen.blocks + 2 * 16) <= nbytes
+
+
+@pytest.mark.parametrize("operation", ["moe_dispatch", "moe_combine"])
+def test_blocks_of_experts_are_resident(operation: str) -> None:
+    """Two blocks and the one that checks fit on each SM. test_kernel_registers.py has the rest."""
+    for generation, blocks in (("hopper", 256), ("ampere", 215), ("blackwell", 256)):
+        for nbytes, wanted in ((100 << 20, blocks), (256 * 16 * 7, 7), (1, 1)):
+            chosen = select.select_experts(
+                operation, nbytes=nbytes, dtype="bfloat16", world_size=8, hardware=generation,
+                epoch_buffer_bytes=32 << 20,
+            )  # fmt: skip
+            assert (chosen.blocks, chosen.threads) == (wanted, 256)
+            assert chosen.blocks + 1 <= 2 * generations.of_hardware(generation).sms
 
 
 @pytest.mark.parametrize("operation", OPERATIONS)

@@ -18,6 +18,8 @@ from jax_intranode._src.selection import generations, table
 # The threads for whose registers an SM has room, if each has as many as the compiler may give it: a
 # 512th of an SM's, 128. Threads of kernels for 2 and 4 ranks have half as many.
 _RESIDENT_THREADS = 512
+# Threads of a block of a dispatch or a combine: two such blocks have the registers of an SM.
+_THREADS_OF_EXPERTS = 256
 
 
 def digest() -> str:
@@ -343,7 +345,7 @@ def select_experts(
         return _lax(reasons.ALGORITHM_LAX)
     if topology == HYBRID_CUBE_MESH:
         return _lax(reasons.HYBRID_CUBE_MESH)
-    threads = definitions.MAX_THREADS
+    threads = _THREADS_OF_EXPERTS
     # A notice of 32 bytes for each block and rank takes at most half of an epoch buffer.
     room = epoch_buffer_bytes // (4 * definitions.PACK_BYTES * world_size)
     if room == 0:
@@ -352,10 +354,12 @@ def select_experts(
             reasons.EPOCH_BUFFER, nbytes=nbytes, dtype=dtype, needed=needed, has=epoch_buffer_bytes
         )
     (name,) = RECORDS[operation].algorithms
-    # One block on each SM: the kernels have as many registers as the compiler may give them.
+    # As many as run at once: the kernels have as many registers as the compiler may give them. If
+    # ranks share a GPU, they take turns, and each of them has all of it.
     sms = generations.of_hardware(hardware).sms
-    most = resident_blocks(threads, definitions.MAX_WORLD_SIZE, sms)
-    blocks = max(1, min(most, room, -(-nbytes // (definitions.PACK_BYTES * threads))))
+    resident = resident_blocks(threads, definitions.MAX_WORLD_SIZE, sms)
+    needed = -(-nbytes // (definitions.PACK_BYTES * threads))
+    blocks = max(1, min(resident, definitions.MAX_BLOCKS, room, needed))
     source = "" if world_size <= 4 else " (not measured)"
     reason = f"{nbytes} bytes of {dtype} among {world_size} ranks{source}"
     return Selection(name, reason, blocks, threads)

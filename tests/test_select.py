@@ -178,6 +178,27 @@ def test_blocks_of_experts_are_resident(operation: str) -> None:
             assert chosen.blocks + 1 <= 2 * generations.of_hardware(generation).sms
 
 
+def test_a_dispatch_of_few_tokens_is_routed() -> None:
+    """It needs room for the ids of each block, the weights and all tokens, 16384 bytes here."""
+
+    def algorithm(ids: int, experts: int, room: int, world: int = 3) -> str:
+        chosen = select.select_experts(
+            "moe_dispatch", nbytes=16384, dtype="bfloat16", world_size=world, hardware="hopper",
+            epoch_buffer_bytes=room, ids=ids, experts=experts,
+        )  # fmt: skip
+        grid = (2, 512) if chosen.algorithm == "routed_dispatch" else (4, 256)
+        assert (chosen.blocks, chosen.threads) == grid
+        return chosen.algorithm
+
+    needed = 2 * (4 * 32 + 2 * 32 + 16384)  # of 32 ids, 2 blocks, 2 peers
+    assert algorithm(32, 254, needed) == "routed_dispatch"
+    assert algorithm(32, 254, needed - 1) == "dispatch"
+    assert algorithm(32, 255, needed) == "dispatch"
+    assert algorithm(0, 0, needed) == "dispatch"
+    assert algorithm(1024, 8, 1 << 20, world=2) == "routed_dispatch"
+    assert algorithm(1025, 8, 1 << 20, world=2) == "dispatch"
+
+
 @pytest.mark.parametrize("operation", OPERATIONS)
 @pytest.mark.parametrize("setup", SETUPS, ids="-".join)
 def test_segments_fit_and_are_no_more_than_needed(setup: tuple[str, str], operation: str) -> None:

@@ -10,6 +10,7 @@
 #include "cuda/matmul_plan.h"
 #include "kernels/algorithms.h"
 #include "kernels/buffers.h"
+#include "kernels/experts_call.h"
 #include "kernels/failure_reason.h"
 #include "kernels/group.h"
 #include "kernels/permute.h"
@@ -103,6 +104,9 @@ void ExportLimits(nb::module_& m) {
       },
       nb::arg("algorithm"), nb::arg("dtype"), nb::arg("nbytes"), nb::arg("world_size"),
       nb::arg("segments"), "Bytes of an epoch buffer that an operation takes.");
+  m.def("routed_fits", &RoutedFits, nb::arg("world_size"), nb::arg("ids"), nb::arg("experts"),
+        nb::arg("blocks"), nb::arg("nbytes"), nb::arg("epoch_buffer_bytes"),
+        "Whether a dispatch of a rank's ids, experts and bytes can find who goes where.");
   m.attr("MAX_HIDDEN") = kMaxHidden;
   m.def(
       "norm_rows_per_operation",

@@ -288,8 +288,8 @@ RECORDS: dict[str, Record] = {
             name="moe_dispatch",
             kind=EXPERTS,
             dtypes=NORMED,
-            algorithms=("dispatch",),
-            derived=("moe_layout",),
+            algorithms=("dispatch", "routed_dispatch"),
+            derived=("moe_layout", "routed_moe_dispatch"),
         ),
         Record(
             name="moe_combine",

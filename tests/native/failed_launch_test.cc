@@ -64,6 +64,9 @@ cudaError_t Launch(const DeviceOperation& operation, const DeviceGroup&, const P
 cudaError_t Launch(const DeviceOperation&, const DeviceGroup&, const ExpertsCall&, cudaStream_t) {
   return next_status;
 }
+cudaError_t Launch(const DeviceOperation&, const DeviceGroup&, const RoutedCall&, cudaStream_t) {
+  return next_status;
+}
 cudaError_t Launch(const DeviceOperation&, const DeviceGroup&, const RaggedCall&, cudaStream_t) {
   return next_status;
 }

@@ -39,6 +39,7 @@
 #include "tests/native/protocol_thread.h"
 #include "tests/native/ragged_tables.h"
 #include "tests/native/regions.h"
+#include "tests/native/routing_tables.h"
 #include "xla_ffi/ffi/members.h"
 #include "xla_ffi/kernels/few_rows.h"
 #include "xla_ffi/kernels/same_operation.h"
@@ -84,12 +85,17 @@ struct Plan {
   std::vector<jin::Permutation> sources = {};
   jin::RaggedTables tables = {};
   jin::ExpertTables experts = {};
+  jin::RoutingTables routing = {};
 
   bool Permutes() const { return algorithm == jin::Algorithm::kPermute; }
 
   // Words of the input and of the output of each rank.
-  size_t In(int ranks) const { return bytes / 4 * jin::InputShards(algorithm, ranks); }
-  size_t Out(int ranks) const { return bytes / 4 * jin::OutputShards(algorithm, ranks); }
+  size_t In(int ranks) const {
+    return routing.tokens > 0 ? routing.In() : bytes / 4 * jin::InputShards(algorithm, ranks);
+  }
+  size_t Out(int ranks) const {
+    return routing.tokens > 0 ? routing.Out() : bytes / 4 * jin::OutputShards(algorithm, ranks);
+  }
 };
 
 // A random call of an algorithm.
@@ -103,6 +109,11 @@ Plan RandomPlan(jin::Algorithm algorithm, int ranks, std::mt19937* random) {
   if (jin::IsOfExperts(algorithm)) {
     plan.floating = true;
     plan.experts = jin::ExpertTables::Of(ranks, rows, random);
+  } else if (algorithm == jin::Algorithm::kRoutedDispatch) {
+    plan.floating = true;
+    plan.routing = jin::RoutingTables::Of(ranks, random);
+    plan.bytes = 4 * plan.routing.In();
+    plan.shift = plan.shift / 4 * 4;  // results of int32 are aligned
   } else if (algorithm == jin::Algorithm::kRagged) {
     plan.tables = jin::RaggedTables::Of(ranks, rows, kMaxUpdatesHere, random);
   } else {
@@ -125,10 +136,11 @@ std::vector<jin::Algorithm> KindsOf(const std::string& mode) {
   using enum jin::Algorithm;
   if (mode == "mesh") return {kHybridCubeMesh};
   if (mode == "permutes") return {kPermute};
-  if (mode == "experts") return {kDispatch, kCombine};
+  if (mode == "experts") return {kDispatch, kCombine, kRoutedDispatch, kRoutedDispatch};
   if (mode == "ragged") return {kRagged};
-  std::vector<jin::Algorithm> kinds{kPermute, kPermute,  kPermute, kRagged,
-                                    kRagged,  kDispatch, kCombine, kFewRows};
+  std::vector<jin::Algorithm> kinds{kPermute,        kPermute,  kPermute, kRagged,
+                                    kRagged,         kDispatch, kCombine, kRoutedDispatch,
+                                    kRoutedDispatch, kFewRows};
   kinds.insert(kinds.end(), std::begin(jin::kCollectives), std::end(jin::kCollectives));
   return kinds;
 }
@@ -261,6 +273,17 @@ bool RunExperts(HostThread& t, const TestGroup& g, const jin::Buffer& whole, con
   return true;
 }
 
+template <class Thread>
+bool RunRouted(Thread& t, const TestGroup& g, const jin::Buffer& whole, const Plan& plan) {
+  const jin::RoutedCall call = plan.routing.CallOf(whole.in, whole.out);
+  const uint32_t epoch = jin::Begin(t, g);
+  uint32_t step = 0;
+  const auto run = [&](auto body) { return body.Run(t, g, call, t.routing->table, epoch, &step); };
+  if (g.size == 2 ? !run(jin::RoutedDispatch<2>{}) : !run(jin::RoutedDispatch<0>{})) return false;
+  jin::End(t, g, epoch);
+  return true;
+}
+
 bool RunPlan(HostThread& t, const TestGroup& g, const jin::Buffer& whole, const Plan& plan) {
   if (plan.tables.updates > 0) {
     using Bare = jin::Ragged<jin::BF16, jin::BarePackets>;
@@ -273,6 +296,11 @@ bool RunPlan(HostThread& t, const TestGroup& g, const jin::Buffer& whole, const 
                          : RunRagged<Flagged>(t, g, whole, plan);
   }
   if (plan.experts.tokens > 0) return RunExperts(t, g, whole, plan);
+  if (plan.routing.tokens > 0) {
+    if (plan.routing.tokens % 2 == 0) return RunRouted(t, g, whole, plan);
+    LanesThread lanes(t);
+    return RunRouted(lanes, g, whole, plan);
+  }
   if (plan.Permutes()) {
     const jin::Permutes members = MembersOf(g.rank, whole, plan);
     // Ranks may use different kinds of calls.
@@ -307,6 +335,13 @@ uint32_t Value(int rank, int call, size_t i, bool floating) {
   return std::bit_cast<uint32_t>(static_cast<float>(v) - 500.0f);
 }
 
+// Word i of a rank's input.
+uint32_t Input(const Plan& plan, int rank, int call, size_t i) {
+  const size_t rows = size_t{plan.routing.tokens} * plan.routing.row_words;
+  if (plan.routing.tokens > 0 && i >= rows) return plan.routing.ids[rank][i - rows];
+  return Value(rank, call, i, plan.floating);
+}
+
 uint32_t Sum(int ranks, int call, size_t i, bool floating) {
   uint32_t integer = 0;
   float real = 0;
@@ -332,6 +367,14 @@ uint32_t Expected(const Plan& plan, int ranks, int rank, int call, size_t i) {
     const auto [source, row] = plan.tables.OriginOf(rank, i / row_words);
     if (source < 0) return 0x5A5A5A5A;  // of the guards
     return Value(source, call, row * row_words + i % row_words, plan.floating);
+  }
+  if (plan.routing.tokens > 0) {
+    const jin::RoutingTables& routing = plan.routing;
+    if (i >= routing.Rows()) return routing.results[rank][i - routing.Rows()];
+    const int64_t token = routing.origins[rank][i / routing.row_words];
+    if (token < 0) return 0;
+    return Value(static_cast<int>(token / routing.tokens), call,
+                 token % routing.tokens * routing.row_words + i % routing.row_words, true);
   }
   if (plan.experts.tokens > 0) {
     const jin::ExpertTables& experts = plan.experts;
@@ -473,7 +516,8 @@ int main(int argc, char** argv) {
   for (int k = 0; k < calls; ++k) {
     const Plan& plan =
         plans.emplace_back(RandomPlan(kinds[random() % kinds.size()], ranks, &random));
-    const bool is_kernel = plan.experts.tokens == 0 && plan.tables.updates == 0;
+    const bool is_kernel =
+        plan.experts.tokens == 0 && plan.routing.tokens == 0 && plan.tables.updates == 0;
     permutes += plan.Permutes();
     epochs += !is_kernel        ? 1
               : plan.Permutes() ? 0
@@ -488,6 +532,7 @@ int main(int argc, char** argv) {
   std::atomic<long> wrong{0};
   std::vector<std::thread> threads;
   std::vector<Table> tables(ranks * kMaxBlocksHere);
+  std::vector<RoutingTable> routing_tables(ranks * kMaxBlocksHere);
   std::vector<std::vector<std::vector<uint32_t>>> inputs(ranks);
   std::vector<std::vector<jin::Guarded>> outputs(ranks);
   std::vector<std::unique_ptr<std::barrier<>>> block_barriers, rank_barriers, check_barriers;
@@ -500,7 +545,7 @@ int main(int argc, char** argv) {
     for (int k = 0; k < calls; ++k) {
       const size_t n = plans[k].In(ranks);
       inputs[r].emplace_back(n);
-      for (size_t i = 0; i < n; ++i) inputs[r][k][i] = Value(r, k, i, plans[k].floating);
+      for (size_t i = 0; i < n; ++i) inputs[r][k][i] = Input(plans[k], r, k, i);
       outputs[r].emplace_back(4 * plans[k].Out(ranks), plans[k].shift);
       if (plans[k].in_place) memcpy(outputs[r][k].data(), inputs[r][k].data(), 4 * n);
     }
@@ -549,8 +594,13 @@ int main(int argc, char** argv) {
             TestGroup& group = groups[plan.Permutes()];
             if (b < plan.blocks) {
               const int block = r * kMaxBlocksHere + b;
-              HostThread thread{
-                  t, b, plan.blocks, block_barriers[block].get(), &jitter, &tables[block]};
+              HostThread thread{t,
+                                b,
+                                plan.blocks,
+                                block_barriers[block].get(),
+                                &jitter,
+                                &tables[block],
+                                &routing_tables[block]};
               jitter.Pause();
               char* const out = outputs[r][k].data();
               const void* const in = inputs[r][k].data();

@@ -13,6 +13,7 @@
 #include "xla_ffi/kernels/one_hop.h"
 #include "xla_ffi/kernels/permute.h"
 #include "xla_ffi/kernels/ragged.h"
+#include "xla_ffi/kernels/routed_dispatch.h"
 
 namespace protocol_test {
 
@@ -22,6 +23,10 @@ constexpr int kThreads = 2;
 // The most updates of a rank in a ragged all-to-all.
 constexpr int kMaxUpdatesHere = 32;
 using Table = jin::RaggedTableOf<kMaxUpdatesHere>;
+struct RoutingTable {
+  jin::RoutingTable table;
+  uint32_t of_lane[kThreads];
+};
 
 inline std::chrono::duration<double> patience{10};
 inline std::atomic<bool> was_busy{false};
@@ -47,6 +52,7 @@ struct HostThread {
   std::barrier<>* barrier;
   Jitter* jitter;
   Table* table = nullptr;  // of the block
+  RoutingTable* routing = nullptr;
   std::chrono::steady_clock::time_point started{};
   bool met = false;
 
@@ -58,6 +64,13 @@ struct HostThread {
   size_t First() const { return block * kThreads + thread; }
   size_t Stride() const { return blocks * kThreads; }
   int FirstUpdate() const { return thread; }
+  // For routed dispatches. LanesThread has a warp of more than one thread.
+  static constexpr uint32_t kLanes = 1;
+  uint32_t Same(uint32_t) const { return 1; }
+  void SyncLanes() const {}
+  void AddAll(uint32_t* sum, uint32_t v) const {
+    std::atomic_ref<uint32_t>(*sum).fetch_add(v, std::memory_order_relaxed);
+  }
   bool Wait(size_t, int) {
     if (started == std::chrono::steady_clock::time_point()) {
       started = std::chrono::steady_clock::now();
@@ -85,6 +98,21 @@ struct HostThread {
   void Admit(uint32_t, uint32_t) {}
   void MeetsOther(int, uint64_t) { ++others_met; }
   void Refuse(const jin::UpdateFault&) { ++others_met; }
+};
+
+// The threads of a block are a warp.
+struct LanesThread : HostThread {
+  static constexpr uint32_t kLanes = kThreads;
+  explicit LanesThread(const HostThread& thread) : HostThread(thread) {}
+  uint32_t Same(uint32_t v) const {
+    routing->of_lane[thread] = v;
+    Sync();
+    uint32_t same = 0;
+    for (int i = 0; i < kThreads; ++i) same |= uint32_t{routing->of_lane[i] == v} << i;
+    Sync();
+    return same;
+  }
+  void SyncLanes() const { Sync(); }
 };
 
 // A group as the protocols see it.

@@ -75,6 +75,8 @@ cudaError_t Launch(const DeviceOperation& operation, const DeviceGroup& group,
                    const RaggedCall& call, cudaStream_t stream);
 cudaError_t Launch(const DeviceOperation& operation, const DeviceGroup& group,
                    const ExpertsCall& call, cudaStream_t stream);
+cudaError_t Launch(const DeviceOperation& operation, const DeviceGroup& group,
+                   const RoutedCall& call, cudaStream_t stream);
 
 // Whether blocks of this shape can work on rows of this length.
 bool NormFits(ElementType type, const NormCall& call, LaunchShape shape);

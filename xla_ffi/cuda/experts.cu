@@ -1,5 +1,6 @@
 // The kernels of mixtures of experts: the exchanges, and the layout.
 #include "../kernels/experts.h"
+#include "../kernels/routed_dispatch.h"
 #include "device_thread.h"
 #include "experts.h"
 #include "launch.h"
@@ -34,8 +35,50 @@ __global__ void __launch_bounds__(kMaxThreads)
   Run<Type, N, true>(group, call);
 }
 
+// The thread context of routed_dispatch.h.
+class RoutingThread : public DeviceThread {
+ public:
+  static constexpr uint32_t kLanes = 32;
+
+  using DeviceThread::DeviceThread;
+
+  __device__ uint32_t Same(uint32_t v) const {
+    uint32_t same = ~0u;
+#pragma unroll
+    for (int bit = 0; bit < 8; ++bit) {
+      const bool has = (v >> bit & 1) != 0;
+      const uint32_t those = __ballot_sync(~0u, has);
+      same &= has ? those : ~those;
+    }
+    return same;
+  }
+  __device__ void SyncLanes() const { __syncwarp(); }
+  __device__ void AddAll(uint32_t* sum, uint32_t v) const {
+    const uint32_t of_warp = __reduce_add_sync(~0u, v);
+    if (threadIdx.x % kLanes == 0) atomicAdd(sum, of_warp);
+  }
+};
+static_assert(kMaxThreads <= kMostRoutedParts * RoutingThread::kLanes);
+
+template <int N>
+__global__ void __launch_bounds__(kMaxThreads, 1)
+    jax_intranode_routed_dispatch(const __grid_constant__ DeviceGroup group,
+                                  const __grid_constant__ RoutedCall call) {
+  RoutingThread thread(group, Algorithm::kRoutedDispatch);
+  if (thread.IsCheckBlock()) {
+    CheckSameOperation(thread, group);
+    return;
+  }
+  __shared__ RoutingTable table;
+  const uint32_t epoch = Begin(thread, group);
+  uint32_t step = 0;
+  RoutedDispatch<N>::Run(thread, group, call, table, epoch, &step);
+  End(thread, group, epoch);
+}
+
 template <int N>
 const void* KernelOf(Algorithm algorithm, ElementType type) {
+  if (algorithm == Algorithm::kRoutedDispatch) return kListed<&jax_intranode_routed_dispatch<N>>;
   if (algorithm == Algorithm::kDispatch) return kListed<&jax_intranode_dispatch<N>>;
   return type == ElementType::kF32    ? kListed<&jax_intranode_combine<F32, N>>
          : type == ElementType::kBF16 ? kListed<&jax_intranode_combine<BF16, N>>

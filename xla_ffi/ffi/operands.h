@@ -353,9 +353,75 @@ inline ffi::Error CollectExperts(Algorithm algorithm, int size, int blocks,
                  "JAX_INTRANODE_SLAB_MIB? Compile it again");
 }
 
+// Operands of a dispatch that finds who goes where: tokens, the experts of each, and their weights.
+// Results: rows, the weights of all ranks, places, ranks, sizes, used, dropped
+// (kernels/experts_call.h). Refuses what must not reach a kernel, though lowering lets none of it
+// pass.
+inline ffi::Error CollectRouted(int size, int blocks, size_t epoch_buffer_bytes,
+                                const Operands& operands, ElementType* type, RoutedCall* call) {
+  const auto& [xs, ys] = operands;
+  if (xs.size() != 3 || ys.size() != 7 || xs[0].dimensions().size() != 2 ||
+      ys[0].dimensions().size() != 2) {
+    return Invalid("moe_dispatch got ", xs.size(), " operands and ", ys.size(),
+                   " results; it takes 3 and returns 7.");
+  }
+  const size_t tokens = RowsOf(xs[0]), capacity = RowsOf(ys[0]), ids = xs[1].element_count();
+  const size_t experts = ys[4].element_count(), of_all = ids * size;
+  const std::optional<ElementType> found =
+      ElementTypeOf(Algorithm::kRoutedDispatch, xs[0].element_type());
+  bool fits = found && HasNorm(*found) && ys[0].element_type() == xs[0].element_type() &&
+              tokens > 0 && capacity > 0 && ids > 0 && ids % tokens == 0 &&
+              xs[0].size_bytes() > 0 &&
+              xs[0].size_bytes() / tokens == ys[0].size_bytes() / capacity &&
+              xs[1].element_type() == ffi::S32 && xs[2].element_type() == ffi::F32 &&
+              xs[2].element_count() == ids && ys[1].element_type() == ffi::F32;
+  const size_t counts[] = {of_all, of_all, tokens, experts, 1, static_cast<size_t>(size)};
+  int32_t* data[6];
+  for (size_t i = 0; i < 6; ++i) {
+    data[i] = static_cast<int32_t*>(ys[i + 1].untyped_data());
+    fits = fits && ys[i + 1].element_count() == counts[i] &&
+           (i == 0 || ys[i + 1].element_type() == ffi::S32);
+  }
+  if (!fits) {
+    return Invalid("a moe_dispatch of ", tokens, " tokens of ", xs[0].size_bytes(), " bytes, with ",
+                   ids, " choices of ", experts, " experts of a rank and ", capacity, " rows of ",
+                   ys[0].size_bytes(), " bytes, does not fit ", size, " ranks.");
+  }
+  const size_t row_bytes = xs[0].size_bytes() / tokens, packs = PacksOf(row_bytes) * tokens;
+  if (packs > INT32_MAX || capacity > INT32_MAX || row_bytes > INT32_MAX ||
+      !RoutedFits(size, ids, experts, blocks, packs * sizeof(Pack), epoch_buffer_bytes)) {
+    return Invalid("a moe_dispatch of ", ids, " choices of ", experts,
+                   " experts of a rank and rows of ", xs[0].size_bytes(), " bytes does not fit ",
+                   blocks, " blocks and a buffer of the slab of ", epoch_buffer_bytes,
+                   " bytes. Was the program compiled with another JAX_INTRANODE_SLAB_MIB? Compile "
+                   "it again.");
+  }
+  const auto address = [](const ffi::AnyBuffer& b) {
+    return reinterpret_cast<uintptr_t>(b.untyped_data());
+  };
+  *type = *found;
+  *call = {.in = xs[0].untyped_data(),
+           .out = ys[0].untyped_data(),
+           .ids = static_cast<const int32_t*>(xs[1].untyped_data()),
+           .weights = {xs[2].untyped_data(), data[0], ids * sizeof(float)},
+           .places = data[1],
+           .ranks = data[2],
+           .sizes = data[3],
+           .used = data[4],
+           .dropped = data[5],
+           .row_bytes = static_cast<uint32_t>(row_bytes),
+           .tokens = static_cast<uint32_t>(tokens),
+           .choices = static_cast<uint32_t>(ids / tokens),
+           .capacity = static_cast<uint32_t>(capacity),
+           .experts = static_cast<uint32_t>(experts),
+           .aligned = (address(xs[0]) | address(ys[0]) | row_bytes) % sizeof(Pack) == 0,
+           .aligned_ids = address(xs[1]) % sizeof(Pack) == 0};
+  return ffi::Error::Success();
+}
+
 // Calls `run(type, call)` for each operation of a site's call on a rank, one after another; `call`
-// is Buffers, LinkedBuffers, Permutes, RaggedCall, ExpertsCall or a NormCall. `links`: those of the
-// rank in a hybrid cube mesh. Stops at the first error.
+// is Buffers, LinkedBuffers, Permutes, RaggedCall, ExpertsCall, RoutedCall or a NormCall. `links`:
+// those of the rank in a hybrid cube mesh. Stops at the first error.
 template <class Site, class Run>
 ffi::Error ForEachOperation(const Site& site, int size, int rank, size_t epoch_buffer_bytes,
                             const Links& links, ffi::RemainingArgs xs, ffi::RemainingRets ys,
@@ -368,6 +434,11 @@ ffi::Error ForEachOperation(const Site& site, int size, int rank, size_t epoch_b
     ExpertsCall call;
     ffi::Error error =
         CollectExperts(site.algorithm, size, blocks, epoch_buffer_bytes, operands, &type, &call);
+    return error.failure() ? std::move(error) : run(type, call);
+  }
+  if (site.algorithm == Algorithm::kRoutedDispatch) {
+    RoutedCall call;
+    ffi::Error error = CollectRouted(size, blocks, epoch_buffer_bytes, operands, &type, &call);
     return error.failure() ? std::move(error) : run(type, call);
   }
   if (site.algorithm == Algorithm::kRagged) {

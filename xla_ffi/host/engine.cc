@@ -28,6 +28,11 @@ struct ResumableThread {
   int Block() const { return 0; }
   int Blocks() const { return 1; }
   size_t FirstUnit() const { return First(); }
+  // For routed dispatches.
+  static constexpr uint32_t kLanes = 1;
+  uint32_t Same(uint32_t) const { return 1; }
+  void SyncLanes() const {}
+  void AddAll(uint32_t* sum, uint32_t v) const { *sum += v; }
   template <uint32_t kMost>
   float Total(float (&v)[kMost], uint32_t count) const {
     return TotalOfPairs(v, count);
@@ -167,6 +172,12 @@ bool RunCall(Algorithm algorithm, ElementType type, ResumableThread& t, const Gr
   return t.EndWithoutBody(algorithm, type);
 }
 
+template <class Type>
+bool RunCall(Algorithm, ElementType, ResumableThread& t, const Group& g, const RoutedState& routed,
+             uint32_t epoch, uint32_t* step) {
+  return RoutedDispatch<0>::Run(t, g, routed.call, routed.table, epoch, step);
+}
+
 template <class C>
 bool RunCall(ElementType type, Algorithm algorithm, ResumableThread& t, const Group& g, const C& c,
              uint32_t epoch, uint32_t* step) {
@@ -186,6 +197,9 @@ uint64_t BytesOf(const NormCall& c, ElementType type) {
   return uint64_t{c.rows} * c.hidden * ItemBytes(type);
 }
 uint64_t BytesOf(const ExpertsCall& c, ElementType) { return uint64_t{c.tokens} * c.row_bytes; }
+uint64_t BytesOf(const RoutedState& c, ElementType) {
+  return uint64_t{c.call.tokens} * c.call.row_bytes;
+}
 uint64_t BytesOf(const RaggedState& c, ElementType) { return c.call.in_rows * c.call.row_bytes; }
 template <class Many>
 uint64_t BytesOf(const Many& c, ElementType) {

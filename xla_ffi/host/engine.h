@@ -16,6 +16,7 @@
 #include "../kernels/norm.h"
 #include "../kernels/permute.h"
 #include "../kernels/ragged.h"
+#include "../kernels/routed_dispatch.h"
 
 namespace jax_intranode {
 
@@ -34,6 +35,12 @@ struct RaggedState {
   mutable RaggedTable table;
 };
 
+// A dispatch that finds who goes where, and what it has found.
+struct RoutedState {
+  RoutedCall call;
+  mutable RoutingTable table;
+};
+
 // One rank's part in an operation. The memory that the operands point to must stay valid.
 class ResumableCall {
  public:
@@ -44,6 +51,8 @@ class ResumableCall {
       : operation_(operation), operands_(std::make_unique<const Call>(call)) {}
   ResumableCall(const HostOperation& operation, const RaggedCall& call)
       : ResumableCall(operation, RaggedState{call, {}}) {}
+  ResumableCall(const HostOperation& operation, const RoutedCall& call)
+      : operation_(operation), operands_(std::make_unique<const RoutedState>(call)) {}
 
   // Bytes of the rank's operands in a group of `size` ranks.
   uint64_t Bytes(int size) const;
@@ -61,7 +70,8 @@ class ResumableCall {
   using OneOf = std::variant<Buffer, std::unique_ptr<const Calls>...>;
 
   HostOperation operation_{};
-  OneOf<Buffers, ExpertsCall, LinkedBuffers, NormCall, Permutes, RaggedState> operands_;
+  OneOf<Buffers, ExpertsCall, LinkedBuffers, NormCall, Permutes, RaggedState, RoutedState>
+      operands_;
   uint32_t step_ = 0;  // of the operation (segments.h)
   size_t cursor_ = 0;  // in the step
   std::string error_;

@@ -33,7 +33,8 @@ namespace jax_intranode {
   X(kRagged, "ragged", "ragged_all_to_all")                                 \
   X(kFewRows, "few_rows", "matmul_all_reduce")                              \
   X(kDispatch, "dispatch", "moe_dispatch")                                  \
-  X(kCombine, "combine", "moe_combine")
+  X(kCombine, "combine", "moe_combine")                                     \
+  X(kRoutedDispatch, "routed_dispatch", "moe_dispatch")
 
 // The all-reduces and reduce-scatters that add a residual and normalize rows (norm_protocol.h):
 // each norm by each protocol, in the order of NormProtocol.
@@ -168,7 +169,8 @@ inline bool IsOfExperts(Algorithm algorithm) {
 
 // The algorithms whose messages take turns in windows, as many as they need (ragged.h, experts.h).
 inline bool RunsInWindows(Algorithm algorithm) {
-  return algorithm == Algorithm::kRagged || IsOfExperts(algorithm);
+  return algorithm == Algorithm::kRagged || IsOfExperts(algorithm) ||
+         algorithm == Algorithm::kRoutedDispatch;  // which has one
 }
 
 // Algorithms that only copy: they take any dtype, as bytes.

@@ -79,6 +79,9 @@ segment_packs: Callable[..., int] = _host.segment_packs
 # (algorithm, dtype, hidden, world_size, epoch_buffer_bytes) -> the most rows of a rank's result,
 # of `hidden` elements each, that one operation of a norm computes; 0 if no row fits.
 norm_rows_per_operation: Callable[..., int] = _host.norm_rows_per_operation
+# (world_size, ids, experts, blocks, nbytes, epoch_buffer_bytes) -> whether a dispatch can find who
+# goes where: of a rank's ids, experts, and bytes of tokens, whose rows fill whole packs.
+routed_fits: Callable[..., bool] = _host.routed_fits
 # (operation, tile_columns, wgrad) -> whether a fused kernel is compiled for this width of tiles;
 # with `wgrad`, one that also computes weight gradients.
 has_fused_kernel: Callable[..., bool] = _host.has_fused_kernel

@@ -1,7 +1,7 @@
 """moe_dispatch and moe_combine: tokens to the ranks of their experts, and the results back.
 
-A dispatch is three operations: an `all_gather` of who goes where, the layout, which each rank
-computes by itself, and the exchange. A combine is one exchange.
+A dispatch of few tokens is one operation. One of more is three: an `all_gather` of who goes where,
+the layout, which each rank computes by itself, and the exchange. A combine is one exchange.
 """
 
 import math
@@ -77,6 +77,7 @@ class MoeParams(Params):
 dispatch_p = OpPrimitive("moe_dispatch")
 combine_p = OpPrimitive("moe_combine")
 layout_p = OpPrimitive("moe_layout")
+routed_p = OpPrimitive("routed_moe_dispatch")  # a dispatch as a whole
 tangent_p = OpPrimitive("tangent_of_moe_combine")
 
 
@@ -162,26 +163,16 @@ def moe_dispatch(
             raise ValueError(f"{name}: capacity is {rows}; pass 1 or more, or None")
     params = MoeParams(axes, n, experts // n, rows, bounded=capacity is not None)
     reason = fallback.reason_of_axes(axes)
+    if ids.dtype.itemsize > 4:
+        ids = jnp.where((ids < 0) | (ids > experts), experts, ids)  # no expert has this id
+    operands = x, ids.astype(np.int32), factors.astype(np.float32)
     if reason is None:
-        bind = _bind
-        x, ids, factors = _vary([x, ids, factors], axes)
+        results = _bind(routed_p, *_vary(operands, axes), params=params)
     else:
-        bind = partial(_by_lax, reason)
-    if ids.size == 0:
-        shape = n, 2, *ids.shape
-        of_all, bits = (jnp.zeros_like(factors, t, shape=shape) for t in (np.float32, np.int32))
-    else:
-        # One array for both: ids are bits of subnormal numbers, which no operation changes.
-        if ids.dtype.itemsize > 4:
-            ids = jnp.where((ids < 0) | (ids > experts), experts, ids)  # no expert has this id
-        ids = jnp.clip(ids.astype(np.int32), -1, experts) + 1
-        sent = jnp.stack([lax.bitcast_convert_type(ids, np.float32), factors.astype(np.float32)])
-        gather = AllGatherParams(axes, 0, False, n)
-        of_all = collective.bind_or_fall_back(all_gather_p, sent, gather)
-        bits = lax.bitcast_convert_type(lax.stop_gradient(of_all), np.int32)
-    places, ranks, sizes, used, dropped = bind(layout_p, bits, params=params)
-    (received,) = bind(dispatch_p, x, places, ranks, used, params=params)
-    state = MoeState(of_all[:, 1], places, ranks, dropped, axes, experts, len(x))
+        gather = partial(collective.bind_or_fall_back, all_gather_p, params=_gather(params))
+        results = _in_turn(params, gather, partial(_by_lax, reason), *operands)
+    received, of_all, places, ranks, sizes, _, dropped = results
+    state = MoeState(of_all, places, ranks, dropped, axes, experts, len(x))
     return received, sizes, state
 
 
@@ -286,6 +277,34 @@ def _by_lax(reason: str, primitive: OpPrimitive, *operands: Any, params: MoePara
         return _COMPUTED[primitive.operation](params, *operands)
 
 
+def _gather(params: MoeParams) -> AllGatherParams:
+    return AllGatherParams(params.axes, 0, False, params.world_size)
+
+
+def _in_turn(
+    params: MoeParams, gather: Callable[[Any], Any], bind: Callable[..., Any], *operands: Any
+) -> list[Any]:
+    """A dispatch as three operations.
+
+    Returns:
+        What is received, the weights of all ranks, and what the layout has.
+    """
+    x, ids, factors = operands
+    if ids.size == 0:
+        shape = params.world_size, 2, *ids.shape
+        of_all, bits = (jnp.zeros_like(factors, t, shape=shape) for t in (np.float32, np.int32))
+    else:
+        # One array for both: ids are bits of subnormal numbers, which no operation changes.
+        ids = jnp.clip(ids, -1, params.experts * params.world_size) + 1
+        sent = jnp.stack([lax.bitcast_convert_type(ids, np.float32), factors])
+        of_all = gather(sent)
+        bits = lax.bitcast_convert_type(lax.stop_gradient(of_all), np.int32)
+    layout = bind(layout_p, bits, params=params)
+    places, ranks, _, used, _ = layout
+    (received,) = bind(dispatch_p, x, places, ranks, used, params=params)
+    return [received, of_all[:, 1], *layout]
+
+
 # What jax.lax computes. Where the kernels differ is in subnormal numbers on CPU devices, and in
 # products that XLA adds without rounding them. Arrays without elements are not sent, and nothing is
 # computed from ids without elements: XLA:GPU crashed when it compiled that (jax 0.11.2).
@@ -382,8 +401,9 @@ _COMPUTED: dict[str, Callable[..., list[Any]]] = {
 
 
 def _select(
-    operation: str, site: LoweringSite, avals: Sequence[Any], params: MoeParams
+    operation: str, site: LoweringSite, avals: Sequence[Any], params: MoeParams, experts: int = 0
 ) -> select.Selection:
+    """What runs it. `experts`: those of a rank, of a dispatch that may find who goes where."""
     reason = site.reason_for_lax()
     if reason is not None:
         return select.Selection("lax", reason)
@@ -393,9 +413,13 @@ def _select(
     is_empty = x.size == 0 or places.size == 0
     static = select.static_reason(operation, dtype, params.world_size, is_empty=is_empty)
     row = math.prod(x.shape[1:]) * x.dtype.itemsize
+    ids = math.prod(places.shape[1:]) if experts else 0
+    if experts:
+        row = -(-row // definitions.PACK_BYTES) * definitions.PACK_BYTES
     selected_by = partial(
-        select.select_experts, operation, nbytes=places.shape[1] * row, dtype=dtype
-    )
+        select.select_experts, operation, nbytes=places.shape[1] * row, dtype=dtype, ids=ids,
+        experts=experts,
+    )  # fmt: skip
     return collective.selector(site.mesh, params.axes)(static, selected_by)
 
 
@@ -405,17 +429,23 @@ def _decide(
     selected = _select(primitive.operation, site, avals, params)
 
     def lower(ctx: Any, *xs: Any) -> list[Any]:
-        if primitive is dispatch_p and not params.bounded:
-            received = ctx.avals_out[0]
-            nbytes = received.size * received.dtype.itemsize
-            what = f"has {received.shape[0]} rows for what it receives, {nbytes} bytes"
-            why = "capacity=None has room for all tokens"
-            fallback.log_once(primitive.operation, call_sites.caller(), what, why)
+        if primitive is dispatch_p:
+            _log_rows(ctx, params)
         if selected.algorithm == "lax":
             return _lower_to_lax(ctx, primitive, xs, params, selected)
         return collective.lower_to_call(ctx, primitive, xs, site.mesh, params.axes, selected)
 
     return Decision(lower, lambda: [collective.operation_of(primitive, avals[:1], selected)])
+
+
+def _log_rows(ctx: Any, params: MoeParams) -> None:
+    if params.bounded:
+        return
+    received = ctx.avals_out[0]
+    nbytes = received.size * received.dtype.itemsize
+    what = f"has {received.shape[0]} rows for what it receives, {nbytes} bytes"
+    why = "capacity=None has room for all tokens"
+    fallback.log_once(dispatch_p.operation, call_sites.caller(), what, why)
 
 
 def _lower_to_lax(
@@ -461,6 +491,36 @@ def _decide_layout(site: LoweringSite, avals: Sequence[Any], params: MoeParams) 
     return Decision(lower, lambda: [])
 
 
+def _decide_routed(site: LoweringSite, avals: Sequence[Any], params: MoeParams) -> Decision:
+    x, ids, _ = avals
+    n = params.world_size
+    places = ids.update(shape=(n, *ids.shape))
+    selected = _select("moe_dispatch", site, [x, places], params, experts=params.experts)
+    sent = ids.update(shape=(2, *ids.shape), dtype=np.dtype(np.float32))
+    one = _decide(dispatch_p, site, [x, places], params)
+
+    def lower(ctx: Any, *xs: Any) -> list[Any]:
+        if selected.algorithm == "routed_dispatch":
+            _log_rows(ctx, params)
+            return collective.lower_to_call(ctx, dispatch_p, xs, site.mesh, params.axes, selected)
+
+        def gather(sent: Any) -> Any:
+            return all_gather_p.bind_at(site, sent, params=_gather(params))[0]
+
+        def bind(primitive: OpPrimitive, *operands: Any, params: MoeParams) -> list[Any]:
+            return primitive.bind_at(site, *operands, params=params)
+
+        return list(mlir.lower_fun(partial(_in_turn, params, gather, bind), True)(ctx, *xs))
+
+    def operations() -> list[Any]:
+        if selected.algorithm == "routed_dispatch":
+            return [collective.operation_of(dispatch_p, avals[:1], selected)]
+        gathered = all_gather_p.decide(site, [sent], _gather(params)).operations()
+        return [*(gathered if ids.size > 0 else []), *one.operations()]
+
+    return Decision(lower, operations)
+
+
 def _decide_tangent(site: LoweringSite, avals: Sequence[Any], params: MoeParams) -> Decision:
     combine = partial(combine_p.bind_at, site, params=params)
 
@@ -478,6 +538,28 @@ def _types_of_layout(gathered: Any, *, params: MoeParams) -> list[Any]:
     n, _, tokens, choices = gathered.shape
     shapes = (n, tokens, choices), (tokens,), (params.experts,), (1,), (n,)
     return [gathered.update(shape=shape) for shape in shapes]
+
+
+def _types_of_routed(x: Any, ids: Any, factors: Any, *, params: MoeParams) -> list[Any]:
+    of_all = factors.update(shape=(params.world_size, *factors.shape), weak_type=False)
+    bits = ids.update(shape=(params.world_size, 2, *ids.shape), weak_type=False)
+    received = x.update(shape=(params.capacity, x.shape[1]), weak_type=False)
+    return [received, of_all, *_types_of_layout(bits, params=params)]
+
+
+def _jvp_routed(
+    bind: Any, primals: Sequence[Any], tangents: Sequence[Any], params: MoeParams
+) -> tuple[list[Any], list[Any]]:
+    results = bind(*primals, params=params)
+    _, _, places, ranks, _, used, _ = results
+    dx, _, dw = tangents
+    moved: list[Any] = [ad.Zero(jax.typeof(v).to_tangent_aval()) for v in results]
+    if type(dx) is not ad.Zero:
+        (moved[0],) = dispatch_p.bind(dx, places, ranks, used, params=params)
+    if type(dw) is not ad.Zero:
+        moved[1] = dw if dw.size == 0 else all_gather_p.bind(dw, params=_gather(params))[0]
+        moved[1] = moved[1].reshape(results[1].shape)
+    return results, moved
 
 
 def _jvp_dispatch(
@@ -576,6 +658,20 @@ def _transpose_tangent(
     return [*found, *[None] * 4]
 
 
+def _batch_routed(
+    name: Hashable, size: int, operands: Sequence[Any], dims: Sequence[Any], params: MoeParams
+) -> tuple[list[Any], list[Any]]:
+    if name not in params.axes:
+        return _batch(routed_p, name, size, operands, dims, params)
+    gather = partial(collective.bind_or_fall_back, all_gather_p, params=_gather(params))
+    bind = partial(_by_lax, fallback.reason_of_hidden_axis(name))
+    computed = jax.vmap(
+        partial(_in_turn, params, gather, bind),
+        in_axes=tuple(dims), axis_name=name, axis_size=size,
+    )(*operands)  # fmt: skip
+    return computed, [0] * len(computed)
+
+
 def _batch(
     primitive: OpPrimitive,
     name: Hashable,
@@ -628,6 +724,13 @@ layout_p.register(
     jvp=None,
     transpose=None,
     batch=partial(_batch, layout_p),
+)
+routed_p.register(
+    abstract_eval=_types_of_routed,
+    decide=_decide_routed,
+    jvp=_jvp_routed,
+    transpose=None,
+    batch=_batch_routed,
 )
 tangent_p.register(
     abstract_eval=lambda dx, dw, x, w, places, ranks, params: [

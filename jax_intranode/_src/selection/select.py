@@ -20,6 +20,7 @@ from jax_intranode._src.selection import generations, table
 _RESIDENT_THREADS = 512
 # Threads of a block of a dispatch or a combine: two such blocks have the registers of an SM.
 _THREADS_OF_EXPERTS = 256
+_THREADS_OF_ROUTED = 512  # of a dispatch of few tokens: each block finds all rows, so there are few
 
 
 def digest() -> str:
@@ -332,11 +333,15 @@ def select_experts(
     topology: str = "fully_connected",
     mode: str = "",
     tuned: table.Tuned | None = None,
+    ids: int = 0,
+    experts: int = 0,
 ) -> Selection:
     """Selects the algorithm of a dispatch or a combine. It falls back only where it must.
 
     Args:
-        nbytes: bytes of the tokens of a rank.
+        nbytes: bytes of the tokens of a rank; with `ids`, of rows that fill whole packs.
+        ids: of a dispatch that may find who goes where: the choices of a rank's tokens; else 0.
+        experts: of the same: the experts of a rank.
 
     The other arguments are those of `select`; neither the mode nor a tuning changes anything yet.
     """
@@ -345,7 +350,6 @@ def select_experts(
         return _lax(reasons.ALGORITHM_LAX)
     if topology == HYBRID_CUBE_MESH:
         return _lax(reasons.HYBRID_CUBE_MESH)
-    threads = _THREADS_OF_EXPERTS
     # A notice of 32 bytes for each block and rank takes at most half of an epoch buffer.
     room = epoch_buffer_bytes // (4 * definitions.PACK_BYTES * world_size)
     if room == 0:
@@ -353,16 +357,22 @@ def select_experts(
         return _lax(
             reasons.EPOCH_BUFFER, nbytes=nbytes, dtype=dtype, needed=needed, has=epoch_buffer_bytes
         )
-    (name,) = RECORDS[operation].algorithms
     # As many as run at once: the kernels have as many registers as the compiler may give them. If
     # ranks share a GPU, they take turns, and each of them has all of it.
     sms = generations.of_hardware(hardware).sms
-    resident = resident_blocks(threads, definitions.MAX_WORLD_SIZE, sms)
-    needed = -(-nbytes // (definitions.PACK_BYTES * threads))
-    blocks = max(1, min(resident, definitions.MAX_BLOCKS, room, needed))
+
+    def grid(threads: int) -> int:
+        resident = resident_blocks(threads, definitions.MAX_WORLD_SIZE, sms)
+        needed = -(-nbytes // (definitions.PACK_BYTES * threads))
+        return max(1, min(resident, definitions.MAX_BLOCKS, room, needed))
+
+    name, threads = RECORDS[operation].algorithms[0], _THREADS_OF_EXPERTS
+    blocks = grid(_THREADS_OF_ROUTED)
+    if definitions.routed_fits(world_size, ids, experts, blocks, nbytes, epoch_buffer_bytes):
+        name, threads = "routed_dispatch", _THREADS_OF_ROUTED
     source = "" if world_size <= 4 else " (not measured)"
     reason = f"{nbytes} bytes of {dtype} among {world_size} ranks{source}"
-    return Selection(name, reason, blocks, threads)
+    return Selection(name, reason, grid(threads), threads)
 
 
 def few_rows_limit(hardware: str, operation: str, world_size: int, k: int, n: int) -> int:

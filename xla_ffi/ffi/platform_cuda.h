@@ -87,14 +87,15 @@ class CudaPlatform final : public Platform {
       return failures.back();
     };
     ForEachPlace([&](const Place& place) {
+      const AbsentDevice* const absent = absent_.WorstIn(place.call.device_ids);
+      const int gone = absent ? RankOf(*absent, place.call.device_ids) : -1;
       if (std::string why = place.communicator.TakeRefused(place.device); !why.empty()) {
-        add(FailureReason::kPeerGone, CallAt(place, -1, 0)).message = std::move(why);
+        add(FailureReason::kPeerGone, CallAt(place, gone, 0)).message = std::move(why);
       }
       const auto reason = static_cast<FailureReason>(place.record->reason);
       if (reason == FailureReason::kNone) return;
       taken.insert(place.record);
       if (taken_.contains(place.record)) return;
-      const AbsentDevice* const absent = absent_.WorstIn(place.call.device_ids);
       Failure& failure = add(reason, CallAt(place, place.record->missing, place.record->site));
       if (place.buffer.empty()) {
         const auto* const record = static_cast<const volatile FailureRecord*>(place.record);
@@ -115,7 +116,7 @@ class CudaPlatform final : public Platform {
       if (reason == FailureReason::kAborted && absent) {
         failure.reason = absent->state == PeerState::kSilent ? FailureReason::kPeerStopped
                                                              : FailureReason::kPeerGone;
-        failure.missing = RankOf(*absent, failure.device_ids);  // it may have waited for another
+        failure.missing = gone;  // it may have waited for another
         failure.detail += ", but " + absent->what;
       }
     });

@@ -179,24 +179,29 @@ def test_blocks_of_experts_are_resident(operation: str) -> None:
 
 
 def test_a_dispatch_of_few_tokens_is_routed() -> None:
-    """It needs room for the ids of each block, the weights and all tokens, 16384 bytes here."""
+    """It needs room for the ids of each block, the weights and all tokens."""
 
-    def algorithm(ids: int, experts: int, room: int, world: int = 3) -> str:
-        chosen = select.select_experts(
-            "moe_dispatch", nbytes=16384, dtype="bfloat16", world_size=world, hardware="hopper",
+    def choose(
+        ids: int, experts: int, room: int, world: int = 3, nbytes: int = 16384
+    ) -> select.Selection:
+        return select.select_experts(
+            "moe_dispatch", nbytes=nbytes, dtype="bfloat16", world_size=world, hardware="hopper",
             epoch_buffer_bytes=room, ids=ids, experts=experts,
         )  # fmt: skip
-        grid = (2, 512) if chosen.algorithm == "routed_dispatch" else (4, 256)
-        assert (chosen.blocks, chosen.threads) == grid
-        return chosen.algorithm
 
-    needed = 2 * (4 * 32 + 2 * 32 + 16384)  # of 32 ids, 2 blocks, 2 peers
-    assert algorithm(32, 254, needed) == "routed_dispatch"
-    assert algorithm(32, 254, needed - 1) == "dispatch"
-    assert algorithm(32, 255, needed) == "dispatch"
-    assert algorithm(0, 0, needed) == "dispatch"
-    assert algorithm(1024, 8, 1 << 20, world=2) == "routed_dispatch"
-    assert algorithm(1025, 8, 1 << 20, world=2) == "dispatch"
+    needed = 2 * (4 * 32 + 4 * 32 + 16384)  # of 32 ids, 4 blocks, 2 peers
+    routed = "routed_dispatch"
+    assert choose(32, 254, needed).algorithm == routed
+    assert choose(32, 254, needed - 1).algorithm == "dispatch"
+    assert choose(32, 255, needed).algorithm == "dispatch"
+    assert choose(0, 0, needed).algorithm == "dispatch"
+    for world, most in ((2, 1024), (4, 1024), (8, 512)):
+        assert choose(most, 8, 1 << 20, world).algorithm == routed
+        assert choose(most + 1, 8, 1 << 20, world).algorithm == "dispatch"
+    # Large blocks if they fill the 132 SMs.
+    for nbytes, grid in ((16384, (4, 256)), (1081343, (256, 256)), (1081344, (131, 512))):
+        chosen = choose(32, 8, 32 << 20, nbytes=nbytes)
+        assert (chosen.algorithm, chosen.blocks, chosen.threads) == (routed, *grid)
 
 
 @pytest.mark.parametrize("operation", OPERATIONS)

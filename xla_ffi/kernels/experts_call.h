@@ -48,10 +48,11 @@ inline uint64_t DigestOf(const RoutedCall& c, uint64_t digest) {
   return digest;
 }
 
-// The most ids of all ranks together, where those of each fill whole packs (of twice as many the
-// separate kernels were faster on 2 H100); the most experts of a rank; and into how many parts a
-// block divides the ids.
-constexpr uint32_t kMostRoutedIds = 2048, kMostRoutedExperts = 254, kMostRoutedParts = 16;
+// The most ids of a rank (of twice as many the separate kernels were faster on 2 H100), and of all
+// ranks together, where those of each fill whole packs; the most experts of a rank; and into how
+// many parts a block divides the ids.
+constexpr uint32_t kMostIdsOfRank = 1024, kMostRoutedIds = 4096;
+constexpr uint32_t kMostRoutedExperts = 254, kMostRoutedParts = 16;
 
 // Bytes of an epoch buffer for the weights, for the ids, and for all.
 JIN_HOST_FN size_t RoutedWeightBytes(int size, size_t ids) {
@@ -67,8 +68,8 @@ inline size_t RoutedBytes(int size, size_t ids, int blocks, size_t bytes) {
 // Whether such a call fits an epoch buffer: of a rank's ids, experts, and bytes of whole packs.
 inline bool RoutedFits(int size, size_t ids, size_t experts, int blocks, size_t bytes,
                        size_t epoch_buffer_bytes) {
-  return ids > 0 && size * PacksOf(ids) * sizeof(Pack) <= kMostRoutedIds && experts > 0 &&
-         experts <= kMostRoutedExperts &&
+  return ids > 0 && ids <= kMostIdsOfRank && size * PacksOf(ids) * sizeof(Pack) <= kMostRoutedIds &&
+         experts > 0 && experts <= kMostRoutedExperts &&
          RoutedBytes(size, ids, blocks, bytes) <= epoch_buffer_bytes;
 }
 

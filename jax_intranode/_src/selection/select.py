@@ -20,7 +20,6 @@ from jax_intranode._src.selection import generations, table
 _RESIDENT_THREADS = 512
 # Threads of a block of a dispatch or a combine: two such blocks have the registers of an SM.
 _THREADS_OF_EXPERTS = 256
-_THREADS_OF_ROUTED = 512  # of a dispatch of few tokens: each block finds all rows, so there are few
 
 
 def digest() -> str:
@@ -367,9 +366,10 @@ def select_experts(
         return max(1, min(resident, definitions.MAX_BLOCKS, room, needed))
 
     name, threads = RECORDS[operation].algorithms[0], _THREADS_OF_EXPERTS
-    blocks = grid(_THREADS_OF_ROUTED)
-    if definitions.routed_fits(world_size, ids, experts, blocks, nbytes, epoch_buffer_bytes):
-        name, threads = "routed_dispatch", _THREADS_OF_ROUTED
+    # Each block of a dispatch of few tokens finds all rows: so large ones, if they fill all SMs.
+    routed = 512 if nbytes >= sms * 512 * definitions.PACK_BYTES else threads
+    if definitions.routed_fits(world_size, ids, experts, grid(routed), nbytes, epoch_buffer_bytes):
+        name, threads = "routed_dispatch", routed
     source = "" if world_size <= 4 else " (not measured)"
     reason = f"{nbytes} bytes of {dtype} among {world_size} ranks{source}"
     return Selection(name, reason, grid(threads), threads)

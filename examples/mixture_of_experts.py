@@ -63,18 +63,16 @@ def dense(x: jax.Array, params: Params, *, room: int) -> jax.Array:
     experts, n = params["router"].shape[1], lax.axis_size("expert")
     chosen = jax.nn.one_hot(ids.reshape(-1), experts, dtype=jnp.int32)
     number = (jnp.cumsum(chosen, axis=0) * chosen).sum(1) - 1  # among those of the expert
-    dropped = experts * room + jnp.arange(ids.size)  # places of their own
-    place = jnp.where(number < room, ids.reshape(-1) * room + number, dropped)
+    place = jnp.where(number < room, ids.reshape(-1) * room + number, experts * room)
     sent = jnp.zeros_like(x, shape=(experts * room, x.shape[1]))
-    copies = jnp.repeat(x, CHOICES, axis=0)
-    sent = sent.at[place].set(copies, mode="drop", unique_indices=True)
+    sent = sent.at[place].set(jnp.repeat(x, CHOICES, axis=0), mode="drop")
     received = lax.all_to_all(sent.reshape(n, -1, x.shape[1]), "expert", 0, 0)
     of_expert = received.reshape(n, experts // n, room, -1).swapaxes(0, 1)
     rows = of_expert.reshape(experts // n, n * room, -1)
     results = jax.nn.gelu(rows @ params["up"]) @ params["down"]
     of_device = results.reshape(experts // n, n, room, -1).swapaxes(0, 1)
     back = lax.all_to_all(of_device.reshape(n, -1, x.shape[1]), "expert", 0, 0)
-    rows = back.reshape(sent.shape).at[place].get(mode="fill", fill_value=0, unique_indices=True)
+    rows = back.reshape(sent.shape).at[place].get(mode="fill", fill_value=0)
     products = rows.reshape(len(x), CHOICES, -1).astype(jnp.float32) * weights[..., None]
     return products.sum(1).astype(x.dtype)
 

@@ -727,12 +727,9 @@ def _dense_dispatch(lib: Any, x: Any, ids: Any, experts: int, room: int) -> tupl
     n, choices = lax.axis_size("x"), ids.shape[1]
     chosen = jax.nn.one_hot(ids.reshape(-1), experts, dtype=jnp.int32)
     number = (jnp.cumsum(chosen, axis=0) * chosen).sum(1) - 1
-    # Places of their own, also of what is dropped: XLA stores unique rows many times as fast.
-    dropped = experts * room + jnp.arange(ids.size)
-    place = jnp.where(number < room, ids.reshape(-1) * room + number, dropped)
+    place = jnp.where(number < room, ids.reshape(-1) * room + number, experts * room)
     sent = jnp.zeros_like(x, shape=(experts * room, x.shape[1]))
-    rows = jnp.repeat(x, choices, axis=0)
-    sent = sent.at[place].set(rows, mode="drop", unique_indices=True)
+    sent = sent.at[place].set(jnp.repeat(x, choices, axis=0), mode="drop")
     received = lib.all_to_all(sent.reshape(n, -1, x.shape[1]), "x", 0, 0)
     of_expert = received.reshape(n, experts // n, room, -1).swapaxes(0, 1)
     return of_expert.reshape(experts // n, n * room, -1), place
@@ -742,7 +739,7 @@ def _dense_combine(lib: Any, results: Any, place: Any, weights: Any) -> Any:
     n, width = lax.axis_size("x"), results.shape[-1]
     of_device = results.reshape(len(results), n, -1, width).swapaxes(0, 1)
     back = lib.all_to_all(of_device.reshape(n, -1, width), "x", 0, 0)
-    rows = back.reshape(-1, width).at[place].get(mode="fill", fill_value=0, unique_indices=True)
+    rows = back.reshape(-1, width).at[place].get(mode="fill", fill_value=0)
     products = rows.reshape(*weights.shape, width).astype(jnp.float32) * weights[..., None]
     return products.sum(1).astype(results.dtype)
 

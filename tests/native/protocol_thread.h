@@ -66,9 +66,9 @@ struct HostThread {
   int FirstUpdate() const { return thread; }
   // For routed dispatches. LanesThread has a warp of more than one thread.
   static constexpr uint32_t kLanes = 1;
-  uint32_t Same(uint32_t) const { return 1; }
+  jin::SameLanes Same(uint32_t) const { return {0, 1}; }
   void SyncLanes() const {}
-  void AddAll(uint32_t* sum, uint32_t v) const {
+  void Add(uint32_t* sum, uint32_t v) const {
     std::atomic_ref<uint32_t>(*sum).fetch_add(v, std::memory_order_relaxed);
   }
   bool Wait(size_t, int) {
@@ -104,11 +104,14 @@ struct HostThread {
 struct LanesThread : HostThread {
   static constexpr uint32_t kLanes = kThreads;
   explicit LanesThread(const HostThread& thread) : HostThread(thread) {}
-  uint32_t Same(uint32_t v) const {
+  jin::SameLanes Same(uint32_t v) const {
     routing->of_lane[thread] = v;
     Sync();
-    uint32_t same = 0;
-    for (int i = 0; i < kThreads; ++i) same |= uint32_t{routing->of_lane[i] == v} << i;
+    jin::SameLanes same = {};
+    for (int i = 0; i < kThreads; ++i) {
+      same.before += i < thread && routing->of_lane[i] == v;
+      same.all += routing->of_lane[i] == v;
+    }
     Sync();
     return same;
   }

@@ -45,22 +45,20 @@ struct RoutingTables {
     auto* const at = static_cast<int32_t*>(out) + Rows();
     const size_t of_rank = ids[0].size(), of_all = ids.size() * of_rank;
     const auto addresses = reinterpret_cast<uintptr_t>(in) | reinterpret_cast<uintptr_t>(out);
-    return {.in = in,
-            .out = out,
-            .ids = reinterpret_cast<const int32_t*>(words),
+    return {.rows = {.in = in,
+                     .out = out,
+                     .row_bytes = 4 * row_words,
+                     .tokens = tokens,
+                     .choices = choices,
+                     .capacity = capacity,
+                     .aligned = (addresses | 4 * row_words) % 16 == 0},
+            .ids = {words, at + of_all, of_rank * sizeof(int32_t)},
             .weights = {words, at, of_rank * sizeof(float)},
-            .places = at + of_all,
             .ranks = at + 2 * of_all,
             .sizes = at + 2 * of_all + tokens,
             .used = at + 2 * of_all + tokens + experts,
             .dropped = at + 2 * of_all + tokens + experts + 1,
-            .row_bytes = 4 * row_words,
-            .tokens = tokens,
-            .choices = choices,
-            .capacity = capacity,
-            .experts = experts,
-            .aligned = (addresses | 4 * row_words) % 16 == 0,
-            .aligned_ids = reinterpret_cast<uintptr_t>(words) % 16 == 0};
+            .experts = experts};
   }
 
  private:

@@ -37,14 +37,6 @@ cudaError_t LaunchCollective(const DeviceOperation& o, const DeviceGroup& group,
                       o.segments > 1 ? static_cast<const void*>(&cut) : &call, stream);
 }
 
-template <class Call>
-cudaError_t LaunchOfExperts(const DeviceOperation& o, const DeviceGroup& group, const Call& call,
-                            cudaStream_t stream) {
-  const uint64_t digest = DigestOf(call, static_cast<uint64_t>(o.type));
-  return LaunchKernel(ExpertsKernel(o.algorithm, o.type, group.size), o, group,
-                      OperationWordOfDigest(o.algorithm, digest), &call, stream);
-}
-
 }  // namespace
 
 cudaError_t Launch(const DeviceOperation& o, const DeviceGroup& group, const Buffers& call,
@@ -103,12 +95,18 @@ cudaError_t Launch(const DeviceOperation& o, const DeviceGroup& group, const Rag
 
 cudaError_t Launch(const DeviceOperation& o, const DeviceGroup& group, const ExpertsCall& call,
                    cudaStream_t stream) {
-  return LaunchOfExperts(o, group, call, stream);
+  return LaunchKernel(
+      ExpertsKernel(o.algorithm, o.type, group.size), o, group,
+      OperationWordOfDigest(o.algorithm, DigestOf(call, static_cast<uint64_t>(o.type))), &call,
+      stream);
 }
 
 cudaError_t Launch(const DeviceOperation& o, const DeviceGroup& group, const RoutedCall& call,
                    cudaStream_t stream) {
-  return LaunchOfExperts(o, group, call, stream);
+  return LaunchKernel(
+      ExpertsKernel(o.algorithm, o.type, group.size), o, group,
+      OperationWordOfDigest(o.algorithm, DigestOf(call, static_cast<uint64_t>(o.type))), &call,
+      stream);
 }
 
 cudaError_t Launch(const DeviceOperation& o, const DeviceGroup& group, const NormCall& call,

@@ -42,7 +42,7 @@ class RoutingThread : public DeviceThread {
 
   using DeviceThread::DeviceThread;
 
-  __device__ uint32_t Same(uint32_t v) const {
+  __device__ SameLanes Same(uint32_t v) const {
     uint32_t same = ~0u;
 #pragma unroll
     for (int bit = 0; bit < 8; ++bit) {
@@ -50,13 +50,11 @@ class RoutingThread : public DeviceThread {
       const uint32_t those = __ballot_sync(~0u, has);
       same &= has ? those : ~those;
     }
-    return same;
+    const uint32_t before = (1u << threadIdx.x % kLanes) - 1;
+    return {__popc(same & before), __popc(same)};
   }
   __device__ void SyncLanes() const { __syncwarp(); }
-  __device__ void AddAll(uint32_t* sum, uint32_t v) const {
-    const uint32_t of_warp = __reduce_add_sync(~0u, v);
-    if (threadIdx.x % kLanes == 0) atomicAdd(sum, of_warp);
-  }
+  __device__ void Add(uint32_t* sum, uint32_t v) const { atomicAdd(sum, v); }
 };
 static_assert(kMaxThreads <= kMostRoutedParts * RoutingThread::kLanes);
 

@@ -360,62 +360,51 @@ inline ffi::Error CollectExperts(Algorithm algorithm, int size, int blocks,
 inline ffi::Error CollectRouted(int size, int blocks, size_t epoch_buffer_bytes,
                                 const Operands& operands, ElementType* type, RoutedCall* call) {
   const auto& [xs, ys] = operands;
-  if (xs.size() != 3 || ys.size() != 7 || xs[0].dimensions().size() != 2 ||
-      ys[0].dimensions().size() != 2) {
+  if (xs.size() != 3 || ys.size() != 7) {
     return Invalid("moe_dispatch got ", xs.size(), " operands and ", ys.size(),
                    " results; it takes 3 and returns 7.");
   }
-  const size_t tokens = RowsOf(xs[0]), capacity = RowsOf(ys[0]), ids = xs[1].element_count();
-  const size_t experts = ys[4].element_count(), of_all = ids * size;
+  const ffi::AnyBuffer &x = xs[0], &y = ys[0];
+  const size_t tokens = std::max<size_t>(RowsOf(x), 1), row_bytes = x.size_bytes() / tokens;
+  const size_t capacity = RowsOf(y), ids = xs[1].element_count(), experts = ys[4].element_count();
+  const size_t packs = PacksOf(row_bytes) * tokens;
   const std::optional<ElementType> found =
-      ElementTypeOf(Algorithm::kRoutedDispatch, xs[0].element_type());
-  bool fits = found && HasNorm(*found) && ys[0].element_type() == xs[0].element_type() &&
-              tokens > 0 && capacity > 0 && ids > 0 && ids % tokens == 0 &&
-              xs[0].size_bytes() > 0 &&
-              xs[0].size_bytes() / tokens == ys[0].size_bytes() / capacity &&
-              xs[1].element_type() == ffi::S32 && xs[2].element_type() == ffi::F32 &&
-              xs[2].element_count() == ids && ys[1].element_type() == ffi::F32;
-  const size_t counts[] = {of_all, of_all, tokens, experts, 1, static_cast<size_t>(size)};
-  int32_t* data[6];
-  for (size_t i = 0; i < 6; ++i) {
-    data[i] = static_cast<int32_t*>(ys[i + 1].untyped_data());
-    fits = fits && ys[i + 1].element_count() == counts[i] &&
-           (i == 0 || ys[i + 1].element_type() == ffi::S32);
-  }
+      ElementTypeOf(Algorithm::kRoutedDispatch, x.element_type());
+  bool fits = found && HasNorm(*found) && y.element_type() == x.element_type() &&
+              y.size_bytes() == capacity * row_bytes && y.size_bytes() > 0 && ids % tokens == 0 &&
+              std::max({packs, capacity, row_bytes}) <= INT32_MAX &&
+              RoutedFits(size, ids, experts, blocks, packs * sizeof(Pack), epoch_buffer_bytes);
+  const auto data = [&fits](const ffi::AnyBuffer& buffer, size_t elements,
+                            ffi::DataType type = ffi::S32) {
+    fits = fits && buffer.element_type() == type && buffer.element_count() == elements;
+    return static_cast<int32_t*>(buffer.untyped_data());
+  };
+  const uintptr_t addresses = reinterpret_cast<uintptr_t>(x.untyped_data()) |
+                              reinterpret_cast<uintptr_t>(y.untyped_data()) | row_bytes;
+  *call = {.rows = {.in = x.untyped_data(),
+                    .out = y.untyped_data(),
+                    .row_bytes = static_cast<uint32_t>(row_bytes),
+                    .tokens = static_cast<uint32_t>(tokens),
+                    .choices = static_cast<uint32_t>(ids / tokens),
+                    .capacity = static_cast<uint32_t>(capacity),
+                    .aligned = addresses % sizeof(Pack) == 0},
+           .ids = {data(xs[1], ids), data(ys[2], ids * size), ids * sizeof(int32_t)},
+           .weights = {data(xs[2], ids, ffi::F32), data(ys[1], ids * size, ffi::F32),
+                       ids * sizeof(float)},
+           .ranks = data(ys[3], tokens),
+           .sizes = data(ys[4], experts),
+           .used = data(ys[5], 1),
+           .dropped = data(ys[6], size),
+           .experts = static_cast<uint32_t>(experts)};
   if (!fits) {
-    return Invalid("a moe_dispatch of ", tokens, " tokens of ", xs[0].size_bytes(), " bytes, with ",
-                   ids, " choices of ", experts, " experts of a rank and ", capacity, " rows of ",
-                   ys[0].size_bytes(), " bytes, does not fit ", size, " ranks.");
-  }
-  const size_t row_bytes = xs[0].size_bytes() / tokens, packs = PacksOf(row_bytes) * tokens;
-  if (packs > INT32_MAX || capacity > INT32_MAX || row_bytes > INT32_MAX ||
-      !RoutedFits(size, ids, experts, blocks, packs * sizeof(Pack), epoch_buffer_bytes)) {
-    return Invalid("a moe_dispatch of ", ids, " choices of ", experts,
-                   " experts of a rank and rows of ", xs[0].size_bytes(), " bytes does not fit ",
-                   blocks, " blocks and a buffer of the slab of ", epoch_buffer_bytes,
+    return Invalid("a moe_dispatch of ", tokens, " tokens of ", row_bytes, " bytes, with ", ids,
+                   " choices of ", experts, " experts of a rank and ", capacity, " rows of ",
+                   y.size_bytes(), " bytes, does not fit ", size, " ranks, ", blocks,
+                   " blocks and a buffer of the slab of ", epoch_buffer_bytes,
                    " bytes. Was the program compiled with another JAX_INTRANODE_SLAB_MIB? Compile "
                    "it again.");
   }
-  const auto address = [](const ffi::AnyBuffer& b) {
-    return reinterpret_cast<uintptr_t>(b.untyped_data());
-  };
   *type = *found;
-  *call = {.in = xs[0].untyped_data(),
-           .out = ys[0].untyped_data(),
-           .ids = static_cast<const int32_t*>(xs[1].untyped_data()),
-           .weights = {xs[2].untyped_data(), data[0], ids * sizeof(float)},
-           .places = data[1],
-           .ranks = data[2],
-           .sizes = data[3],
-           .used = data[4],
-           .dropped = data[5],
-           .row_bytes = static_cast<uint32_t>(row_bytes),
-           .tokens = static_cast<uint32_t>(tokens),
-           .choices = static_cast<uint32_t>(ids / tokens),
-           .capacity = static_cast<uint32_t>(capacity),
-           .experts = static_cast<uint32_t>(experts),
-           .aligned = (address(xs[0]) | address(ys[0]) | row_bytes) % sizeof(Pack) == 0,
-           .aligned_ids = address(xs[1]) % sizeof(Pack) == 0};
   return ffi::Error::Success();
 }
 

@@ -30,9 +30,9 @@ struct ResumableThread {
   size_t FirstUnit() const { return First(); }
   // For routed dispatches.
   static constexpr uint32_t kLanes = 1;
-  uint32_t Same(uint32_t) const { return 1; }
+  SameLanes Same(uint32_t) const { return {0, 1}; }
   void SyncLanes() const {}
-  void AddAll(uint32_t* sum, uint32_t v) const { *sum += v; }
+  void Add(uint32_t* sum, uint32_t v) const { *sum += v; }
   template <uint32_t kMost>
   float Total(float (&v)[kMost], uint32_t count) const {
     return TotalOfPairs(v, count);
@@ -197,9 +197,7 @@ uint64_t BytesOf(const NormCall& c, ElementType type) {
   return uint64_t{c.rows} * c.hidden * ItemBytes(type);
 }
 uint64_t BytesOf(const ExpertsCall& c, ElementType) { return uint64_t{c.tokens} * c.row_bytes; }
-uint64_t BytesOf(const RoutedState& c, ElementType) {
-  return uint64_t{c.call.tokens} * c.call.row_bytes;
-}
+uint64_t BytesOf(const RoutedState& c, ElementType type) { return BytesOf(c.call.rows, type); }
 uint64_t BytesOf(const RaggedState& c, ElementType) { return c.call.in_rows * c.call.row_bytes; }
 template <class Many>
 uint64_t BytesOf(const Many& c, ElementType) {

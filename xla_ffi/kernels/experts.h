@@ -63,11 +63,10 @@ struct Experts {
     }
   }
 
- private:
   static constexpr uint32_t kAtOnce = 8;  // the choices that are loaded together
 
   template <class Thread, class G>
-  struct Body {
+  struct Body {  // routed_dispatch.h has one, too
     Thread& t;
     const G& g;
     const ExpertsCall& c;

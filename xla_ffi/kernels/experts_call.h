@@ -31,46 +31,35 @@ inline uint64_t DigestOf(const ExpertsCall& c, uint64_t digest) {
 
 // A dispatch that finds who goes where (routed_dispatch.h).
 struct RoutedCall {
-  const void* in;      // `tokens` rows
-  void* out;           // `capacity` rows
-  const int32_t* ids;  // for each token and choice; others than those of all experts: none
-  Buffer weights;      // in: of each id; out: those of all ranks
-  int32_t *places, *ranks, *sizes, *used, *dropped;  // results; the first two as in ExpertsCall
-  uint32_t row_bytes, tokens, choices, capacity, experts;  // experts: of a rank
-  bool aligned;      // all rows begin and end at multiples of 16 bytes
-  bool aligned_ids;  // the ids begin at one
+  ExpertsCall rows;  // without the layout
+  Buffer ids;        // in: of each token and choice; others than those of all experts: none;
+                     // out: places
+  Buffer weights;    // in: of each id; out: those of all ranks
+  int32_t *ranks, *sizes, *used, *dropped;  // results
+  uint32_t experts;                         // of a rank
+};
+
+// How many threads of a warp have the same value: before a thread, and in all.
+struct SameLanes {
+  uint32_t before, all;
 };
 
 inline uint64_t DigestOf(const RoutedCall& c, uint64_t digest) {
-  for (const uint64_t part : {c.row_bytes, c.tokens, c.choices, c.capacity, c.experts}) {
-    digest = digest * 1000003 + part;
-  }
-  return digest;
+  return DigestOf(c.rows, digest * 1000003 + c.experts);
 }
 
 // The most ids of a rank (of twice as many the separate kernels were faster on 2 H100), and of all
-// ranks together, where those of each fill whole packs; the most experts of a rank; and into how
-// many parts a block divides the ids.
+// ranks together; the most experts of a rank; and into how many parts a block divides the ids.
 constexpr uint32_t kMostIdsOfRank = 1024, kMostRoutedIds = 4096;
 constexpr uint32_t kMostRoutedExperts = 254, kMostRoutedParts = 16;
 
-// Bytes of an epoch buffer for the weights, for the ids, and for all.
-JIN_HOST_FN size_t RoutedWeightBytes(int size, size_t ids) {
-  return (size - 1) * PacksOf(ids * sizeof(float)) * sizeof(Pack);
-}
-JIN_HOST_FN size_t RoutedIdBytes(int size, size_t ids, int blocks) {
-  return size_t(size - 1) * blocks * PacksOf(ids) * sizeof(Pack);
-}
-inline size_t RoutedBytes(int size, size_t ids, int blocks, size_t bytes) {
-  return RoutedWeightBytes(size, ids) + RoutedIdBytes(size, ids, blocks) +
-         (size - 1) * PacksOf(bytes) * sizeof(Pack);
-}
-// Whether such a call fits an epoch buffer: of a rank's ids, experts, and bytes of whole packs.
+// Whether an epoch buffer has room for such a call: for a rank's ids, their weights, and `bytes` of
+// rows, which are whole packs.
 inline bool RoutedFits(int size, size_t ids, size_t experts, int blocks, size_t bytes,
                        size_t epoch_buffer_bytes) {
-  return ids > 0 && ids <= kMostIdsOfRank && size * PacksOf(ids) * sizeof(Pack) <= kMostRoutedIds &&
-         experts > 0 && experts <= kMostRoutedExperts &&
-         RoutedBytes(size, ids, blocks, bytes) <= epoch_buffer_bytes;
+  const size_t packs = blocks * PacksOf(ids) + PacksOf(ids * sizeof(float)) + PacksOf(bytes);
+  return ids > 0 && ids <= kMostIdsOfRank && size * ids <= kMostRoutedIds && experts > 0 &&
+         experts <= kMostRoutedExperts && (size - 1) * packs * sizeof(Pack) <= epoch_buffer_bytes;
 }
 
 // The layout of a dispatch: from the experts that the tokens of all ranks have chosen.

@@ -3,38 +3,33 @@
 // exchange (experts.h).
 //
 // A call is one operation of group.h and takes one epoch:
-//   Send     send the ids of this rank's experts, the rows, and the weights as an AllGather does
-//   Hear     await the ids of all ranks
-//   Route    find the rows of this rank; store its own tokens in them; clear the others
-//   Take     await the tokens of all ranks, and store them
-//   Tell     store places, ranks, sizes, used and dropped
-//   Weights  await the weights, and store them
+//   Send   send the ids of this rank's experts; the rows, and behind them the weights
+//   Hear   await the ids of all ranks; find the rows of this rank, tell the results, and clear the
+//          rows without tokens
+//   Take   await rows and weights of all ranks, and store them and the rank's own
 //
 // A rank sends without knowing of the others: a token goes to those ranks that have experts of it,
 // into the place of its number, which stays empty on other ranks. The places of all tokens fit into
 // an epoch buffer, so nobody waits for room.
 //
-// Where a token is stored depends on the ids of all ranks. Each block needs them, but waits only
-// for blocks of its number: the block of its number on each other rank sends it a copy. So a packet
-// has one writer, and one thread reads and arms it. This thread stores the ids in the block's table
-// (RoutingTable), which only the threads of the block read, behind a Sync. A block sends ids to
-// each rank whatever they are, and hears all ranks, so the argument of group.h holds.
+// Each block needs the ids of all ranks, but waits only for blocks of its number: these send it a
+// copy. So a packet has one writer, and one thread reads and arms it. This thread enters the ids in
+// the block's table, which only the block's threads read, behind a Sync. A block sends ids to each
+// rank whatever they are, and hears all ranks, so the argument of group.h holds.
 //
-// An id travels as a byte: the number of the expert on the receiving rank, from 1 on; 0 for experts
-// of other ranks and for none. A rank has less than 255 experts, so no word of a packet is empty.
+// An id travels as a byte: the number of the expert on the receiving rank, from 1 on; 0 for others
+// and for none. A rank has less than 255 experts, so no word of a packet is empty.
 //
 // Rows are sorted by expert, rank, position and choice. A warp counts the ids of a part, in this
 // order, by expert. What the parts before have counted, and the experts before, is where the rows
 // of a part begin. If there is no room for all, those are kept that come first in the order of
-// position, rank and choice; the others get the number 255, and all are counted again.
+// position, rank and choice; the others get the number behind the last expert's, and all are
+// counted again.
 //
 // tests/native/protocol_test.cc runs it.
 #pragma once
 
-#include <bit>
-
 #include "experts.h"
-#include "one_hop.h"
 
 // Of code that is not worth its room in the cache of instructions.
 #if defined(__CUDACC__)
@@ -45,134 +40,86 @@
 
 namespace jax_intranode {
 
-// What a block knows of the ids of all ranks: `padded` of each rank, in order (RoutedCall).
+// What a block knows of the ids of all ranks, in order.
 struct RoutingTable {
-  static constexpr uint32_t kNumbers = 256, kDropped = 255;
-  static constexpr uint16_t kNoRow = 0xFFFF, kNoRoom = 0xFFFE;
+  static constexpr uint32_t kNumbers = 256;
 
-  alignas(16) uint8_t number[kMostRoutedIds];  // of the expert on this rank; 0, kDropped
-  alignas(16) uint16_t place[kMostRoutedIds];  // the row, kNoRow or kNoRoom
-  // How many ids of a number there are in the parts before.
-  alignas(16) uint16_t before[kMostRoutedParts][kNumbers];
+  alignas(16) uint8_t number[kMostRoutedIds];    // of the expert on this rank; 0: of none
+  alignas(16) int32_t place[kMostRoutedIds];     // as in ExpertsCall
+  uint16_t before[kMostRoutedParts][kNumbers];   // how many ids of a number the parts before have
   uint16_t size[kNumbers], start[kNumbers + 1];  // of each number: its ids, and their first row
-  uint32_t sum, dropped[kMaxRanks];
+  uint8_t ranks[kMostIdsOfRank];  // of the experts of each token of this rank, as bits
+  uint16_t here[kMostIdsOfRank];  // of each position: the ids of experts of this rank
+  uint32_t dropped[kMaxRanks];
 };
 
 // `N` is the group's size where it is known when compiling, else 0. Thread, besides what group.h
-// says: kLanes, the threads that work together; Same(v), those of them, as bits, that have the
-// same v, below 256; SyncLanes(); AddAll(&sum, v), which adds the v of all of them.
-template <int N, class PacketsOfType = BarePackets>
+// says: kLanes, the threads that work together; Same(v), how many of them have the same v, below
+// 256, before this one and in all; SyncLanes(); Add(&sum, v), where other threads add, too.
+template <int N>
 struct RoutedDispatch {
-  using Packets = PacketsOfType;
+  using Packets = BarePackets;
   using Type = CopiedAs<F32>;
-  using Weights = AllGather<Type, N, Packets>;
 
   // Runs the call from step `*step` on. False: a wait was given up; the step may be resumed.
   template <class Thread, class G>
   JIN_FN static bool Run(Thread& t, const G& g, const RoutedCall& c, RoutingTable& table,
                          uint32_t epoch, uint32_t* step) {
-    const Body<Thread, G> body{t, g, c, table, epoch, static_cast<uint32_t>(PacksOf(c.row_bytes))};
-    for (; *step < 6; ++*step) {
-      bool done = true;
-      switch (*step) {
-        case 0:
-          body.Send();
-          break;
-        case 1:
-          done = body.Hear();
-          break;
-        case 2:
-          body.Route();
-          body.StoreOwn();
-          break;
-        case 3:
-          done = body.Take();
-          break;
-        case 4:
-          body.Tell();
-          break;
-        default:
-          done = Weights::Take(t, g, c.weights, epoch);
-      }
-      if (!done) return false;
+    ExpertsCall placed = c.rows;
+    placed.places = table.place;
+    const auto row_packs = static_cast<uint32_t>(PacksOf(c.rows.row_bytes));
+    const Body<Thread, G> body{
+        t, g, c, table, epoch, {t, g, placed, epoch, row_packs, 0, 0, c.rows.tokens * row_packs}};
+    if (*step == 0) body.Send();
+    if (*step <= 1) {
+      *step = 1;
+      if (!body.Hear()) return false;
+      body.Route();
+      body.Tell();
+      *step = 2;
     }
-    return true;
+    return body.Take();
   }
 
  private:
   static constexpr uint32_t kIds = sizeof(Pack);  // of a packet
-  static constexpr uint32_t kAtOnce = 8;          // the choices whose rows are loaded together
   static constexpr uint32_t kSent = 2;            // the packs that are loaded together
 
   template <class Thread, class G>
   struct Body {
+    using ExpertRows = typename Experts<Type, N, false, Packets>::template Body<Thread, G>;
+
     Thread& t;
     const G& g;
     const RoutedCall& c;
     RoutingTable& table;
     const uint32_t epoch;
-    const uint32_t row_packs;
-    const uint32_t ids = c.tokens * c.choices;          // of a rank
-    const uint32_t id_packs = (ids + kIds - 1) / kIds;  // the same
-    const uint32_t padded = id_packs * kIds;
-    const uint32_t places = c.tokens * row_packs;
+    const ExpertRows rows;
+    const uint32_t ids = c.rows.tokens * c.rows.choices;  // of a rank
+    const uint32_t id_packs = (ids + kIds - 1) / kIds;
+    // Of a stream between two ranks: the places of rows, then the weights.
+    const uint32_t packs = rows.places + static_cast<uint32_t>(c.weights.Packs());
 
     JIN_FN int Size() const { return N > 0 ? N : g.size; }
-    // Behind the weights: the ids for each block, then the rows.
-    JIN_FN char* Ids(int of_rank, int from) const {
+    JIN_FN char* IdsAt(int of_rank, int from) const {
       const size_t slot = SlotOf(from, of_rank) * t.Blocks() + t.Block();
-      return g.EpochBuffer(of_rank, epoch) + RoutedWeightBytes(Size(), ids) +
-             slot * id_packs * Packets::kBytes;
+      return g.EpochBuffer(of_rank, epoch) + slot * id_packs * Packets::kBytes;
     }
-    JIN_FN char* Rows(int of_rank, int from) const {
-      return g.EpochBuffer(of_rank, epoch) + RoutedWeightBytes(Size(), ids) +
-             RoutedIdBytes(Size(), ids, t.Blocks()) +
-             size_t(SlotOf(from, of_rank)) * places * Packets::kBytes;
-    }
-
-    JIN_FN Pack LoadToken(uint32_t i) const {
-      const char* const row = static_cast<const char*>(c.in) + size_t{i / row_packs} * c.row_bytes;
-      return SendableOf<Type>(t, LoadInput(row, c.row_bytes, i % row_packs, c.aligned));
-    }
-    JIN_FN char* Row(uint32_t row) const {
-      return static_cast<char*>(c.out) + size_t{row} * c.row_bytes;
-    }
-    // Of rows that are aligned.
-    JIN_FN void StoreAligned(uint32_t row, uint32_t h, const Pack& pack) const {
-#if defined(__CUDACC__)  // not read soon, as in experts.h
-      const uint4 v{pack.word[0], pack.word[1], pack.word[2], pack.word[3]};
-      __stcs(reinterpret_cast<uint4*>(Row(row)) + h, v);
-#else
-      reinterpret_cast<Pack*>(Row(row))[h] = pack;
-#endif
+    JIN_FN char* StreamAt(int of_rank, int from) const {
+      const size_t before = size_t(Size() - 1) * t.Blocks() * id_packs;
+      return g.EpochBuffer(of_rank, epoch) +
+             (before + size_t(SlotOf(from, of_rank)) * packs) * Packets::kBytes;
     }
 
-    // The ranks that token p of this rank goes to, as bits.
-    JIN_FN uint32_t RanksOf(uint32_t p) const {
-      uint32_t ranks = 0;
-      const int32_t* const at = c.ids + size_t{p} * c.choices;
-      const auto enter = [&](int32_t id) {
-        JIN_UNROLL
-        for (int r = 0; r < Ranks<N>::kSlots; ++r) {
-          const bool there = static_cast<uint32_t>(id) - r * c.experts < c.experts;
-          if (Ranks<N>::Has(r, g.size) && there) ranks |= 1u << r;
-        }
-      };
-      if (c.choices % 4 == 0 && c.aligned_ids) {
-        for (uint32_t j = 0; j < c.choices; j += 4) {
-          const Pack four = *reinterpret_cast<const Pack*>(at + j);
-          JIN_UNROLL
-          for (const uint32_t id : four.word) enter(static_cast<int32_t>(id));
-        }
-      } else {
-        JIN_LOOP
-        for (uint32_t j = 0; j < c.choices; ++j) enter(at[j]);
+    JIN_FN void LoadIds(uint32_t i, uint32_t (&id)[kIds]) const {
+      JIN_UNROLL
+      for (uint32_t j = 0; j < kIds; j += 4) {
+        const Pack four = c.ids.Load((i * kIds + j) / 4);
+        memcpy(&id[j], &four, sizeof four);
       }
-      return ranks;
     }
-
-    // 16 ids from i on, as they travel to a rank.
-    JIN_FN Pack NumbersAt(int rank, const uint32_t (&id)[kIds]) const {
+    // Ids as they travel to a rank.
+    JIN_FN Pack NumbersOf(int rank, const uint32_t (&id)[kIds]) const {
       Pack pack = {};
       JIN_UNROLL
       for (uint32_t j = 0; j < kIds; ++j) {
@@ -182,71 +129,80 @@ struct RoutedDispatch {
       return pack;
     }
     JIN_FN void Enter(int rank, uint32_t i, const Pack& numbers) const {
-      memcpy(table.number + rank * padded + i * kIds, &numbers, sizeof numbers);
+      StoreOutput(table.number + rank * ids, ids, i, ids % kIds == 0, numbers);
     }
 
+    // A pack of a stream, of this rank; not made sendable, which would wait for it.
+    JIN_FN Pack Load(uint32_t i) const {
+      const auto place = rows.PlaceOf(i);
+      return i < rows.places ? rows.Load(place.p, place.h) : c.weights.Load(i - rows.places);
+    }
+    // The first loads of a thread come before all stores, and before it needs the epoch.
     JIN_FN void Send() const {
-      JIN_LOOP
-      for (uint32_t i = t.Thread(); i < id_packs; i += t.Threads()) {
-        uint32_t id[kIds];
-        const int32_t* const at = c.ids + i * kIds;
-        if (c.aligned_ids && (i + 1) * kIds <= ids) {
-          JIN_UNROLL
-          for (uint32_t j = 0; j < kIds; j += 4) {
-            const Pack four = *reinterpret_cast<const Pack*>(at + j);
-            memcpy(&id[j], &four, sizeof four);
-          }
-        } else {
-          JIN_UNROLL
-          for (uint32_t j = 0; j < kIds; ++j) {
-            id[j] = i * kIds + j < ids ? static_cast<uint32_t>(at[j]) : ~0u;
-          }
-        }
-        t.Admit();
-        for (int k = 1; k < Size(); ++k) {
-          const int to = Ranks<N>::After(g.rank, k, g.size);
-          Packets::Put(Ids(to, g.rank), i, NumbersAt(to, id));
-        }
-        Enter(g.rank, i, NumbersAt(g.rank, id));
-      }
-      for (int r = t.Thread(); r < Size(); r += t.Threads()) table.dropped[r] = 0;
-
       const auto stride = static_cast<uint32_t>(t.Stride());
-      JIN_LOOP
-      for (auto i = static_cast<uint32_t>(t.First()); i < places; i += kSent * stride) {
-        Pack pack[kSent];
-        uint32_t ranks[kSent] = {};
-        JIN_UNROLL
-        for (uint32_t u = 0; u < kSent; ++u) {  // all loads before the first store
-          const uint32_t at = i + u * stride;
-          if (at >= places) continue;
-          pack[u] = LoadToken(at);
-          ranks[u] = RanksOf(at / row_packs);
-        }
-        t.Admit();
+      auto i = static_cast<uint32_t>(t.First());
+      Pack some[kSent];
+      const auto load = [&] {
         JIN_UNROLL
         for (uint32_t u = 0; u < kSent; ++u) {
-          for (int k = 1; k < Size(); ++k) {
-            const int to = Ranks<N>::After(g.rank, k, g.size);
-            if ((ranks[u] >> to & 1) != 0) Packets::Put(Rows(to, g.rank), i + u * stride, pack[u]);
+          if (i + u * stride < packs) some[u] = Load(i + u * stride);
+        }
+      };
+      uint32_t k = t.Thread(), sent[kIds] = {};
+      if (k < id_packs) LoadIds(k, sent);
+      load();
+      t.Admit();
+      while (k < id_packs) {
+        for (int step = 1; step < Size(); ++step) {
+          const int to = Ranks<N>::After(g.rank, step, g.size);
+          Packets::Put(IdsAt(to, g.rank), k, NumbersOf(to, sent));
+        }
+        Enter(g.rank, k, NumbersOf(g.rank, sent));
+        k += t.Threads();
+        if (k < id_packs) LoadIds(k, sent);
+      }
+
+      const auto* const of_rank = static_cast<const uint32_t*>(c.ids.in);
+      JIN_LOOP
+      for (uint32_t p = t.Thread(); p < c.rows.tokens; p += t.Threads()) {
+        uint32_t ranks = 0;
+        for (uint32_t j = 0; j < c.rows.choices; ++j) {
+          const uint32_t id = of_rank[p * c.rows.choices + j];
+          if (id < Size() * c.experts) ranks |= 1u << id / c.experts;
+        }
+        table.ranks[p] = static_cast<uint8_t>(ranks);
+      }
+      for (int r = t.Thread(); r < Size(); r += t.Threads()) table.dropped[r] = 0;
+      t.Sync();
+
+      while (i < packs) {
+        JIN_UNROLL
+        for (uint32_t u = 0; u < kSent; ++u) {
+          const uint32_t at = i + u * stride;
+          if (at >= packs) continue;
+          const uint32_t ranks = at < rows.places ? table.ranks[rows.PlaceOf(at).p] : ~0u;
+          const Pack pack = SendableOf<Type>(t, some[u]);
+          for (int step = 1; step < Size(); ++step) {
+            const int to = Ranks<N>::After(g.rank, step, g.size);
+            if ((ranks >> to & 1) != 0) Packets::Put(StreamAt(to, g.rank), at, pack);
           }
         }
+        i += kSent * stride;
+        load();
       }
-      Weights::Send(t, g, c.weights, epoch);
     }
 
     JIN_FN bool Hear() const {
       const uint32_t all = (Size() - 1) * id_packs;
-      JIN_LOOP
       for (uint32_t u = t.FirstUpdate(); u < all; u += t.Threads()) {
-        const int from =
-            Ranks<N>::After(g.rank, Size() - 1 - static_cast<int>(u / id_packs), g.size);
+        const int step = Size() - 1 - static_cast<int>(u / id_packs);
+        const int from = Ranks<N>::After(g.rank, step, g.size);
         const uint32_t i = u % id_packs;
         Pack numbers;
-        while (!Packets::TryGet(Ids(g.rank, from), i, &numbers)) {
+        while (!Packets::TryGet(IdsAt(g.rank, from), i, &numbers)) {
           if (!t.Wait(u, from)) return false;
         }
-        Packets::Arm(Ids(g.rank, from), i);
+        Packets::Arm(IdsAt(g.rank, from), i);
         Enter(from, i, numbers);
       }
       t.Arrived();
@@ -254,56 +210,44 @@ struct RoutedDispatch {
     }
 
     // The part of the ids that the threads of a warp count, and a thread's number among them.
-    JIN_FN static uint32_t CountBits(uint32_t v) {
-#if defined(__CUDACC__)
-      return __popc(v);
-#else
-      return static_cast<uint32_t>(std::popcount(v));
-#endif
-    }
     JIN_FN uint32_t Lane() const { return t.Thread() % Thread::kLanes; }
     JIN_FN uint32_t Part() const { return t.Thread() / Thread::kLanes; }
-    JIN_FN uint32_t Parts() const { return t.Threads() / Thread::kLanes; }
     // Calls f(i) for the ids of the part, one of a thread at a time, and for some behind the end.
     template <class F>
     JIN_FN void ForEachOfPart(const F& f) const {
-      const uint32_t all = Size() * padded, lanes = Parts() * Thread::kLanes;
-      const uint32_t each = (all + lanes - 1) / lanes;  // of a thread
+      const uint32_t all = Size() * ids, each = (all + t.Threads() - 1) / t.Threads();
       for (uint32_t j = 0; j < each; ++j) f((Part() * each + j) * Thread::kLanes + Lane(), all);
     }
 
     // Counts the ids of each part, and gives each its number among those of its part and expert.
     JIN_FN void Count() const {
       uint16_t* const found = table.before[Part()];
-      for (uint32_t n = 8 * Lane(); n < RoutingTable::kNumbers; n += 8 * Thread::kLanes) {
-        const Pack none = {};
-        memcpy(found + n, &none, sizeof none);
-      }
+      for (uint32_t n = Lane(); n < c.experts + 2; n += Thread::kLanes) found[n] = 0;
       t.SyncLanes();
       ForEachOfPart([&](uint32_t i, uint32_t all) {
         const uint32_t number = i < all ? table.number[i] : 0;
-        const uint32_t same = t.Same(number);
-        const uint32_t earlier = CountBits(same & ((1u << Lane()) - 1));
+        const SameLanes same = t.Same(number);
         const uint32_t here = found[number];
         t.SyncLanes();  // all have read it
-        if (i < all) table.place[i] = static_cast<uint16_t>(here + earlier);
-        if (earlier == 0) found[number] = static_cast<uint16_t>(here + CountBits(same));
+        if (i < all) table.place[i] = static_cast<int32_t>(here + same.before);
+        if (same.before == 0) found[number] = static_cast<uint16_t>(here + same.all);
         t.SyncLanes();
       });
       t.Sync();
     }
     // Where the rows of each part and expert begin. Returns how many rows are used.
     JIN_FN uint32_t Start() const {
+      const uint32_t parts = t.Threads() / Thread::kLanes;
       JIN_LOOP
       for (uint32_t n = t.Thread(); n <= c.experts; n += t.Threads()) {
         uint32_t of_part[kMostRoutedParts], sum = 0;
         JIN_UNROLL
         for (uint32_t p = 0; p < kMostRoutedParts; ++p) {  // all loads before the first store
-          of_part[p] = p < Parts() ? table.before[p][n] : 0;
+          of_part[p] = p < parts ? table.before[p][n] : 0;
         }
         JIN_UNROLL
         for (uint32_t p = 0; p < kMostRoutedParts; ++p) {
-          if (p < Parts()) table.before[p][n] = static_cast<uint16_t>(sum);
+          if (p < parts) table.before[p][n] = static_cast<uint16_t>(sum);
           sum += of_part[p];
         }
         table.size[n] = static_cast<uint16_t>(sum);
@@ -318,66 +262,34 @@ struct RoutedDispatch {
       t.Sync();
       return table.start[c.experts + 1];
     }
-
-    // How many ids of experts of this rank there are before a position.
-    JIN_FN uint32_t HereBefore(uint32_t position) const {
-      if (t.Thread() == 0) table.sum = 0;
-      t.Sync();
-      uint32_t here = 0;
-      JIN_LOOP
-      for (int r = 0; r < Size(); ++r) {
-        JIN_LOOP
-        for (uint32_t q = t.Thread(); q < position * c.choices; q += t.Threads()) {
-          here += table.number[r * padded + q] != 0;
-        }
-      }
-      t.AddAll(&table.sum, here);
-      t.Sync();
-      const uint32_t sum = table.sum;
-      t.Sync();  // all have read it
-      return sum;
-    }
     // Takes the number from those for which there is no room.
     JIN_FN void Drop() const {
-      uint32_t low = 0, high = c.tokens,
-               kept = 0;  // all before `low` are kept, not all before high
-      while (high - low > 1) {
-        const uint32_t middle = (low + high) / 2, here = HereBefore(middle);
-        const bool fits = here <= c.capacity;
-        (fits ? low : high) = middle;
-        if (fits) kept = here;
-      }
-      const uint32_t first = low * c.choices, end = first + c.choices;
+      const uint32_t tokens = c.rows.tokens, choices = c.rows.choices;
       JIN_LOOP
-      for (int r = 0; r < Size(); ++r) {
+      for (uint32_t p = t.Thread(); p < tokens; p += t.Threads()) {
+        uint32_t count = 0;
+        for (uint32_t i = p * choices; i < Size() * ids; i += ids) {
+          for (uint32_t j = 0; j < choices; ++j) count += table.number[i + j] != 0;
+        }
+        table.here[p] = static_cast<uint16_t>(count);
+      }
+      t.Sync();
+      JIN_LOOP
+      for (uint32_t p = t.Thread(); p < tokens; p += t.Threads()) {
+        uint32_t kept = 0;
+        for (uint32_t q = 0; q < p; ++q) kept += table.here[q];
         JIN_LOOP
-        for (uint32_t q = t.Thread(); q < ids; q += t.Threads()) {
-          bool drop = q >= first && table.number[r * padded + q] != 0;
-          if (drop && q < end) {
-            uint32_t before = kept;
-            JIN_LOOP
-            for (int s = 0; s <= r; ++s) {
-              JIN_LOOP
-              for (uint32_t at = first; at < (s < r ? end : q); ++at) {
-                before += table.number[s * padded + at] != 0;
-              }
-            }
-            drop = before >= c.capacity;
+        for (int r = 0; r < Size(); ++r) {
+          uint32_t dropped = 0;
+          JIN_LOOP
+          for (uint32_t j = 0; j < choices; ++j) {
+            uint8_t& number = table.number[r * ids + p * choices + j];
+            if (number == 0 || kept++ < c.rows.capacity) continue;
+            number = static_cast<uint8_t>(c.experts + 1);
+            ++dropped;
           }
-          table.place[r * padded + q] = drop;
+          t.Add(&table.dropped[r], dropped);
         }
-      }
-      t.Sync();  // nobody reads the numbers any more
-      JIN_LOOP
-      for (int r = 0; r < Size(); ++r) {
-        uint32_t dropped = 0;
-        JIN_LOOP
-        for (uint32_t q = t.Thread(); q < ids; q += t.Threads()) {
-          if (table.place[r * padded + q] == 0) continue;
-          table.number[r * padded + q] = RoutingTable::kDropped;
-          ++dropped;
-        }
-        t.AddAll(&table.dropped[r], dropped);
       }
       t.Sync();
     }
@@ -387,7 +299,7 @@ struct RoutedDispatch {
       JIN_LOOP
       for (;;) {
         Count();
-        if (Start() <= c.capacity) break;
+        if (Start() <= c.rows.capacity) break;
         Drop();  // at most once
       }
       const uint16_t* const before = table.before[Part()];
@@ -395,110 +307,69 @@ struct RoutedDispatch {
         if (i >= all) return;
         const uint32_t number = table.number[i];
         const uint32_t row = table.start[number] + before[number] + table.place[i];
-        table.place[i] = number == 0                        ? RoutingTable::kNoRow
-                         : number == RoutingTable::kDropped ? RoutingTable::kNoRoom
-                                                            : static_cast<uint16_t>(row);
+        table.place[i] = number == 0 ? -1 : number > c.experts ? -2 : static_cast<int32_t>(row);
       });
       t.Sync();
     }
 
-    // Stores a pack of a token of a rank in all its rows.
-    JIN_FN void StoreRows(int rank, uint32_t i, const Pack& pack) const {
-      const uint16_t* const at = table.place + rank * padded + i / row_packs * c.choices;
-      const uint32_t h = i % row_packs;
-      if (!c.aligned || c.choices % kAtOnce != 0) {
+    // The last threads of the grid have the fewest packs.
+    JIN_FN void Tell() const {
+      const auto stride = static_cast<uint32_t>(t.Stride()),
+                 first = stride - 1 - static_cast<uint32_t>(t.First());
+      const auto tell = [&](void* to, const auto* from, uint32_t count) {
         JIN_LOOP
-        for (uint32_t j = 0; j < c.choices; ++j) {
-          if (at[j] < RoutingTable::kNoRoom) {
-            StoreOutput(Row(at[j]), c.row_bytes, h, c.aligned, pack);
-          }
-        }
-        return;
-      }
+        for (uint32_t i = first; i < count; i += stride) static_cast<int32_t*>(to)[i] = from[i];
+      };
+      const uint16_t* const used = table.start + c.experts + 1;
+      tell(c.ids.out, table.place, Size() * ids);
+      tell(c.ranks, table.ranks, c.rows.tokens);
+      tell(c.sizes, table.size + 1, c.experts);
+      tell(c.used, used, 1);
+      tell(c.dropped, table.dropped, Size());
+      const size_t end = size_t{c.rows.capacity} * rows.row_packs;
       JIN_LOOP
-      for (uint32_t first = 0; first < c.choices; first += kAtOnce) {
-        const Pack eight = *reinterpret_cast<const Pack*>(at + first);
-        JIN_UNROLL
-        for (uint32_t j = 0; j < kAtOnce; ++j) {
-          const uint32_t row = eight.word[j / 2] >> 16 * (j % 2) & 0xFFFF;
-          if (row < RoutingTable::kNoRoom) StoreAligned(row, h, pack);
-        }
-      }
-    }
-    // Whether the token of a place of a rank has experts here, also where there is no room.
-    JIN_FN bool HasExpertsHere(int rank, uint32_t i) const {
-      const uint16_t* const at = table.place + rank * padded + i / row_packs * c.choices;
-      bool has = false;
-      if (c.choices % kAtOnce == 0) {
-        JIN_LOOP
-        for (uint32_t first = 0; first < c.choices; first += kAtOnce) {
-          const Pack eight = *reinterpret_cast<const Pack*>(at + first);
-          has |= (eight.word[0] & eight.word[1] & eight.word[2] & eight.word[3]) != ~0u;
-        }
-      } else {
-        JIN_LOOP
-        for (uint32_t j = 0; j < c.choices; ++j) has |= at[j] != RoutingTable::kNoRow;
-      }
-      return has;
-    }
-
-    JIN_FN void StoreOwn() const {
-      const auto first = static_cast<uint32_t>(t.First()),
-                 stride = static_cast<uint32_t>(t.Stride());
-      JIN_LOOP
-      for (uint32_t i = first; i < places; i += stride) {
-        if (HasExpertsHere(g.rank, i)) StoreRows(g.rank, i, LoadToken(i));
-      }
-      const size_t begin = size_t{table.start[c.experts + 1]} * row_packs;
-      JIN_LOOP
-      for (size_t i = begin + first; i < size_t{c.capacity} * row_packs; i += stride) {
-        char* const row = Row(static_cast<uint32_t>(i / row_packs));
-        StoreOutput(row, c.row_bytes, i % row_packs, c.aligned, Pack{});
+      for (size_t i = size_t{*used} * rows.row_packs + first; i < end; i += stride) {
+        rows.StoreRow(static_cast<uint32_t>(i / rows.row_packs),
+                      static_cast<uint32_t>(i % rows.row_packs), Pack{});
       }
     }
 
     JIN_FN bool Take() const {
       const size_t from_unit = t.First();  // where it is resumed: of which peer, and where
       int k = static_cast<int>(from_unit >> 32) + 1;
-      JIN_LOOP
-      for (auto i = static_cast<uint32_t>(from_unit); i < places;
+      for (auto i = static_cast<uint32_t>(from_unit); i < packs;
            i += static_cast<uint32_t>(t.Stride())) {
+        const bool is_row = i < rows.places;
+        const auto place = rows.PlaceOf(i);
+        const auto store = [&](int rank, const Pack& pack) {
+          if (is_row) {
+            rows.StoreRows(rank, place, rows.RowsOf(rank, place.p, 0), pack);
+          } else {
+            c.weights.OutputOf(rank).Store(i - rows.places, pack);
+          }
+        };
+        const Pack own = Load(i);
         for (; k < Size(); ++k) {
           const int from = Ranks<N>::After(g.rank, Size() - k, g.size);
-          if (!HasExpertsHere(from, i)) continue;
-          char* const slot = Rows(g.rank, from);
+          char* const slot = StreamAt(g.rank, from);
+          // A token comes if it has experts here, also where there is no room.
+          const bool comes =
+              !is_row || rows.HasExpertsHere(from, place.p, rows.RowsOf(from, place.p, 0));
           Pack pack;
-          while (!Packets::TryGet(slot, i, &pack)) {
+          bool has = comes && Packets::TryGet(slot, i, &pack);
+          if (k == 1) store(g.rank, SendableOf<Type>(t, own));  // while the other one is loaded
+          if (!comes) continue;
+          while (!has) {
             if (!t.Wait(size_t(k - 1) << 32 | i, from)) return false;
+            has = Packets::TryGet(slot, i, &pack);
           }
           Packets::Arm(slot, i);
-          StoreRows(from, i, pack);
+          store(from, pack);
         }
         k = 1;
       }
       t.Arrived();
       return true;
-    }
-
-    JIN_FN void Tell() const {
-      const auto first = static_cast<uint32_t>(t.First()),
-                 stride = static_cast<uint32_t>(t.Stride());
-      JIN_LOOP
-      for (uint32_t i = first; i < Size() * ids; i += stride) {
-        const uint32_t row = table.place[i / ids * padded + i % ids];
-        c.places[i] = row < RoutingTable::kNoRoom ? row : static_cast<int32_t>(row) - 0x10000;
-      }
-      JIN_LOOP
-      for (uint32_t p = first; p < c.tokens; p += stride) {
-        c.ranks[p] = static_cast<int32_t>(RanksOf(p));
-      }
-      if (t.Block() != 0) return;
-      JIN_LOOP
-      for (uint32_t n = t.Thread(); n < c.experts; n += t.Threads()) c.sizes[n] = table.size[n + 1];
-      for (int r = t.Thread(); r < Size(); r += t.Threads()) {
-        c.dropped[r] = static_cast<int32_t>(table.dropped[r]);
-      }
-      if (t.Thread() == 0) *c.used = table.start[c.experts + 1];
     }
   };
 };

@@ -169,8 +169,7 @@ def moe_dispatch(
     if reason is None:
         results = _bind(routed_p, *_vary(operands, axes), params=params)
     else:
-        gather = partial(collective.bind_or_fall_back, all_gather_p, params=_gather(params))
-        results = _in_turn(params, gather, partial(_by_lax, reason), *operands)
+        results = _by_lax(reason, routed_p, *operands, params=params)
     received, of_all, places, ranks, sizes, _, dropped = results
     state = MoeState(of_all, places, ranks, dropped, axes, experts, len(x))
     return received, sizes, state
@@ -273,8 +272,9 @@ def _bind(primitive: OpPrimitive, *operands: Any, params: MoeParams) -> list[Any
 
 def _by_lax(reason: str, primitive: OpPrimitive, *operands: Any, params: MoeParams) -> list[Any]:
     sends = primitive is not layout_p
-    with fallback.to_lax(primitive.operation, reason, logged=sends, sends=sends):
-        return _COMPUTED[primitive.operation](params, *operands)
+    operation = "moe_dispatch" if primitive is routed_p else primitive.operation
+    with fallback.to_lax(operation, reason, logged=sends, sends=sends):
+        return _compute(primitive, *operands, params=params)
 
 
 def _gather(params: MoeParams) -> AllGatherParams:
@@ -282,14 +282,9 @@ def _gather(params: MoeParams) -> AllGatherParams:
 
 
 def _in_turn(
-    params: MoeParams, gather: Callable[[Any], Any], bind: Callable[..., Any], *operands: Any
+    bind: Callable[..., Any], params: MoeParams, x: Any, ids: Any, factors: Any
 ) -> list[Any]:
-    """A dispatch as three operations.
-
-    Returns:
-        What is received, the weights of all ranks, and what the layout has.
-    """
-    x, ids, factors = operands
+    """A dispatch as three operations: what is received, all weights, and the layout."""
     if ids.size == 0:
         shape = params.world_size, 2, *ids.shape
         of_all, bits = (jnp.zeros_like(factors, t, shape=shape) for t in (np.float32, np.int32))
@@ -297,7 +292,7 @@ def _in_turn(
         # One array for both: ids are bits of subnormal numbers, which no operation changes.
         ids = jnp.clip(ids, -1, params.experts * params.world_size) + 1
         sent = jnp.stack([lax.bitcast_convert_type(ids, np.float32), factors])
-        of_all = gather(sent)
+        (of_all,) = bind(all_gather_p, sent, params=_gather(params))
         bits = lax.bitcast_convert_type(lax.stop_gradient(of_all), np.int32)
     layout = bind(layout_p, bits, params=params)
     places, ranks, _, used, _ = layout
@@ -390,7 +385,13 @@ def _tangent(
     return [of_x + of_w]
 
 
+def _compute(primitive: OpPrimitive, *operands: Any, params: Any) -> list[Any]:
+    return _COMPUTED[primitive.operation](params, *operands)
+
+
 _COMPUTED: dict[str, Callable[..., list[Any]]] = {
+    "all_gather": lambda params, x: params.by_lax([x]),
+    "routed_moe_dispatch": lambda params, *operands: _in_turn(_compute, params, *operands),
     "moe_layout": _layout,
     "moe_dispatch": _dispatch,
     "moe_combine": _combine,
@@ -413,39 +414,36 @@ def _select(
     is_empty = x.size == 0 or places.size == 0
     static = select.static_reason(operation, dtype, params.world_size, is_empty=is_empty)
     row = math.prod(x.shape[1:]) * x.dtype.itemsize
-    ids = math.prod(places.shape[1:]) if experts else 0
     if experts:
         row = -(-row // definitions.PACK_BYTES) * definitions.PACK_BYTES
     selected_by = partial(
-        select.select_experts, operation, nbytes=places.shape[1] * row, dtype=dtype, ids=ids,
-        experts=experts,
+        select.select_experts, operation, nbytes=places.shape[1] * row, dtype=dtype,
+        ids=math.prod(places.shape[1:]), experts=experts,
     )  # fmt: skip
     return collective.selector(site.mesh, params.axes)(static, selected_by)
 
 
 def _decide(
-    primitive: OpPrimitive, site: LoweringSite, avals: Sequence[Any], params: MoeParams
+    primitive: OpPrimitive,
+    site: LoweringSite,
+    avals: Sequence[Any],
+    params: MoeParams,
+    experts: int = 0,
 ) -> Decision:
-    selected = _select(primitive.operation, site, avals, params)
+    selected = _select(primitive.operation, site, avals, params, experts)
 
     def lower(ctx: Any, *xs: Any) -> list[Any]:
-        if primitive is dispatch_p:
-            _log_rows(ctx, params)
+        if primitive is dispatch_p and not params.bounded:
+            received = ctx.avals_out[0]
+            nbytes = received.size * received.dtype.itemsize
+            what = f"has {received.shape[0]} rows for what it receives, {nbytes} bytes"
+            why = "capacity=None has room for all tokens"
+            fallback.log_once(primitive.operation, call_sites.caller(), what, why)
         if selected.algorithm == "lax":
             return _lower_to_lax(ctx, primitive, xs, params, selected)
         return collective.lower_to_call(ctx, primitive, xs, site.mesh, params.axes, selected)
 
     return Decision(lower, lambda: [collective.operation_of(primitive, avals[:1], selected)])
-
-
-def _log_rows(ctx: Any, params: MoeParams) -> None:
-    if params.bounded:
-        return
-    received = ctx.avals_out[0]
-    nbytes = received.size * received.dtype.itemsize
-    what = f"has {received.shape[0]} rows for what it receives, {nbytes} bytes"
-    why = "capacity=None has room for all tokens"
-    fallback.log_once(dispatch_p.operation, call_sites.caller(), what, why)
 
 
 def _lower_to_lax(
@@ -493,29 +491,20 @@ def _decide_layout(site: LoweringSite, avals: Sequence[Any], params: MoeParams) 
 
 def _decide_routed(site: LoweringSite, avals: Sequence[Any], params: MoeParams) -> Decision:
     x, ids, _ = avals
-    n = params.world_size
-    places = ids.update(shape=(n, *ids.shape))
-    selected = _select("moe_dispatch", site, [x, places], params, experts=params.experts)
-    sent = ids.update(shape=(2, *ids.shape), dtype=np.dtype(np.float32))
-    one = _decide(dispatch_p, site, [x, places], params)
+    shapes = [x, ids.update(shape=(params.world_size, *ids.shape))]
+    if _select("moe_dispatch", site, shapes, params, params.experts).algorithm == "routed_dispatch":
+        return _decide(dispatch_p, site, shapes, params, params.experts)
+
+    def bind(primitive: OpPrimitive, *operands: Any, params: Any) -> list[Any]:
+        return primitive.bind_at(site, *operands, params=params)
 
     def lower(ctx: Any, *xs: Any) -> list[Any]:
-        if selected.algorithm == "routed_dispatch":
-            _log_rows(ctx, params)
-            return collective.lower_to_call(ctx, dispatch_p, xs, site.mesh, params.axes, selected)
-
-        def gather(sent: Any) -> Any:
-            return all_gather_p.bind_at(site, sent, params=_gather(params))[0]
-
-        def bind(primitive: OpPrimitive, *operands: Any, params: MoeParams) -> list[Any]:
-            return primitive.bind_at(site, *operands, params=params)
-
-        return list(mlir.lower_fun(partial(_in_turn, params, gather, bind), True)(ctx, *xs))
+        return list(mlir.lower_fun(partial(_in_turn, bind, params), True)(ctx, *xs))
 
     def operations() -> list[Any]:
-        if selected.algorithm == "routed_dispatch":
-            return [collective.operation_of(dispatch_p, avals[:1], selected)]
+        sent = ids.update(shape=(2, *ids.shape), dtype=np.dtype(np.float32))
         gathered = all_gather_p.decide(site, [sent], _gather(params)).operations()
+        one = _decide(dispatch_p, site, shapes, params)
         return [*(gathered if ids.size > 0 else []), *one.operations()]
 
     return Decision(lower, operations)
@@ -658,20 +647,6 @@ def _transpose_tangent(
     return [*found, *[None] * 4]
 
 
-def _batch_routed(
-    name: Hashable, size: int, operands: Sequence[Any], dims: Sequence[Any], params: MoeParams
-) -> tuple[list[Any], list[Any]]:
-    if name not in params.axes:
-        return _batch(routed_p, name, size, operands, dims, params)
-    gather = partial(collective.bind_or_fall_back, all_gather_p, params=_gather(params))
-    bind = partial(_by_lax, fallback.reason_of_hidden_axis(name))
-    computed = jax.vmap(
-        partial(_in_turn, params, gather, bind),
-        in_axes=tuple(dims), axis_name=name, axis_size=size,
-    )(*operands)  # fmt: skip
-    return computed, [0] * len(computed)
-
-
 def _batch(
     primitive: OpPrimitive,
     name: Hashable,
@@ -730,7 +705,7 @@ routed_p.register(
     decide=_decide_routed,
     jvp=_jvp_routed,
     transpose=None,
-    batch=_batch_routed,
+    batch=partial(_batch, routed_p),
 )
 tangent_p.register(
     abstract_eval=lambda dx, dw, x, w, places, ranks, params: [

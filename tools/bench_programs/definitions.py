@@ -718,21 +718,24 @@ class _ExpertsSizes:
 _EXPERTS = {"gpu": _ExpertsSizes(2048, 2048, 1024, 16, 8), "cpu": _ExpertsSizes(16, 16, 32, 4, 2)}
 
 
-def _dense_dispatch(lib: Any, x: Any, ids: Any, experts: int, room: int) -> tuple[Any, Any]:
-    """Sends tokens by `all_to_all`, with the same room for each rank and expert.
+def _places(ids: Any, experts: int, room: int) -> Any:
+    """Where each choice of each token goes in what a device sends by `all_to_all`.
 
-    Returns:
-        The rows of each expert of this rank, and the places of the tokens in what was sent.
+    Each rank and expert has the same room; what has none gets a place behind the last one.
     """
-    n, choices = lax.axis_size("x"), ids.shape[1]
     chosen = jax.nn.one_hot(ids.reshape(-1), experts, dtype=jnp.int32)
     number = (jnp.cumsum(chosen, axis=0) * chosen).sum(1) - 1
-    place = jnp.where(number < room, ids.reshape(-1) * room + number, experts * room)
+    return jnp.where(number < room, ids.reshape(-1) * room + number, experts * room)
+
+
+def _dense_dispatch(lib: Any, x: Any, place: Any, experts: int, room: int) -> Any:
+    """Sends tokens by `all_to_all`, and returns the rows of each expert of this rank."""
+    n, choices = lax.axis_size("x"), len(place) // len(x)
     sent = jnp.zeros_like(x, shape=(experts * room, x.shape[1]))
     sent = sent.at[place].set(jnp.repeat(x, choices, axis=0), mode="drop")
     received = lib.all_to_all(sent.reshape(n, -1, x.shape[1]), "x", 0, 0)
     of_expert = received.reshape(n, experts // n, room, -1).swapaxes(0, 1)
-    return of_expert.reshape(experts // n, n * room, -1), place
+    return of_expert.reshape(experts // n, n * room, -1)
 
 
 def _dense_combine(lib: Any, results: Any, place: Any, weights: Any) -> Any:
@@ -767,7 +770,8 @@ def _experts(lib: Any, mesh: Mesh) -> Program:
             results = jnp.zeros_like(rows).at[place].set(results, mode="drop", unique_indices=True)
             result = lib.moe_combine(results, state)
         else:
-            of_expert, place = _dense_dispatch(lib, x, ids, experts, room)
+            place = _places(ids, experts, room)
+            of_expert = _dense_dispatch(lib, x, place, experts, room)
             result = _dense_combine(lib, jax.nn.gelu(of_expert @ up) @ down, place, weights)
         return _rms_norm(x + result), router, up, down
 
@@ -810,7 +814,9 @@ def _exchanges(lib: Any, mesh: Mesh, tokens: int, back: bool) -> Program:
                 x, ids, weights, "x", num_experts=experts, capacity=capacity
             )
             return lib.moe_combine(rows, state) if back else rows
-        rows, place = _dense_dispatch(lib, x, ids, experts, int(counts.max()))
+        # Or XLA computes the places again for each element of the rows.
+        place = lax.optimization_barrier(_places(ids, experts, int(counts.max())))
+        rows = _dense_dispatch(lib, x, place, experts, int(counts.max()))
         return _dense_combine(lib, rows, place, weights) if back else rows[0]
 
     def steps(x: Any, ids: Any, weights: Any) -> Any:

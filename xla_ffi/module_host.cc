@@ -133,8 +133,6 @@ NB_MODULE(_host, m) {
         "What the process prints last if it fails, or always; empty for nothing.");
   m.def("begin_exit", &BeginExit,
         "From now on a thread that comes back from C++ too late does not abort the process.");
-  m.def("print_exit_message", &PrintExitMessage,
-        "Prints the exit message now, before os._exit, and not again.");
 
   nb::class_<PeerWatch>(m, "PeerWatch")
       .def(nb::init<int>(), nb::arg("process"),

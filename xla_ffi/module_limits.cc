@@ -130,7 +130,6 @@ void ExportLimits(nb::module_& m) {
         "Whether the kernel of few rows can multiply m rows with a matrix [k, n].");
   m.attr("MIN_SLOTS") = kMinSlots;
   m.attr("MAX_RANKS_IN_STEP") = kMostInStep;
-  m.attr("CHUNK_BYTES") = kChunkBytes;
   m.def(
       "has_fused_kernel",
       [](const std::string& operation, int tile_columns, bool wgrad) {

@@ -35,10 +35,15 @@ const int registered = on_exit([](int status, void*) { exit_status = status; }, 
 __attribute__((destructor)) void PrintAtExit() {
   ExitMessage& message = Get();
   // A thread that hangs at the end of the process may hold the lock.
-  if (!message.mutex.try_lock()) return;
-  const bool wanted = exit_status != 0 || message.always;
-  message.mutex.unlock();
-  if (wanted) PrintExitMessage();
+  const std::unique_lock lock(message.mutex, std::try_to_lock);
+  if (!lock || (exit_status == 0 && !message.always)) return;
+  if (message.text.empty() || message.process != getpid()) return;
+  const std::string line = "\n" + message.text + "\n";
+  for (size_t written = 0; written < line.size();) {
+    const ssize_t count = write(STDERR_FILENO, line.data() + written, line.size() - written);
+    if (count <= 0) return;
+    written += static_cast<size_t>(count);
+  }
 }
 
 // Of the C++ library that XLA uses. A wheel of this package may have another one inside.
@@ -84,19 +89,6 @@ void SetExitMessage(const std::string& message, bool always) {
   mine.text = message;
   mine.always = always;
   mine.process = getpid();
-}
-
-void PrintExitMessage() {
-  ExitMessage& message = Get();
-  std::lock_guard lock(message.mutex);
-  if (message.text.empty() || message.process != getpid()) return;
-  const std::string line = "\n" + message.text + "\n";
-  message.text.clear();
-  for (size_t written = 0; written < line.size();) {
-    const ssize_t count = write(STDERR_FILENO, line.data() + written, line.size() - written);
-    if (count <= 0) return;
-    written += static_cast<size_t>(count);
-  }
 }
 
 }  // namespace jax_intranode

@@ -18,7 +18,4 @@ void SetExitMessage(const std::string& message, bool always);
 // instance a shutdown of JAX that waits for peers. From now on such a thread stops for ever.
 void BeginExit();
 
-// Prints it now, for a process that is about to call _exit, and not again.
-void PrintExitMessage();
-
 }  // namespace jax_intranode

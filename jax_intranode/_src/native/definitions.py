@@ -57,8 +57,6 @@ MOST_FEW_ROWS: int = _host.MOST_FEW_ROWS
 MIN_SLOTS: int = _host.MIN_SLOTS
 # In larger groups than this, the shards of all peers arrive together.
 MAX_RANKS_IN_STEP: int = _host.MAX_RANKS_IN_STEP
-# Bytes of the ring buffer's data that travel with one flag.
-CHUNK_BYTES: int = _host.CHUNK_BYTES
 # The names of the fields of the plan of an overlapped matmul (xla_ffi/cuda/matmul_plan.h).
 PLAN_FIELDS: tuple[str, ...] = _host.PLAN_FIELDS
 

@@ -1,7 +1,7 @@
 """What psum, pmax and pmin share: every rank gets the sum or the extreme of all ranks' operands."""
 
 import math
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -36,29 +36,19 @@ def of_tree(
     assert params_of is not None  # all of these replace collectives of lax
     axes = tuple(axis_name) if isinstance(axis_name, (tuple, list)) else (axis_name,)
     axes = trace_state.axes_in_types(axes)
-    leaves, tree = jax.tree.flatten(x)
 
     def sends(leaf: Any) -> bool:
         return constants_send or isinstance(leaf, jax.core.Tracer)
 
     reason = fallback.reason_of_axes(axes, axis_index_groups)
     if reason is not None:
-        with fallback.to_lax(operation, reason, sends=len(axes) > 0 and any(map(sends, leaves))):
+        any_sends = len(axes) > 0 and any(map(sends, jax.tree.leaves(x)))
+        with fallback.to_lax(operation, reason, sends=any_sends):
             return of_lax(x, axis_name, axis_index_groups=axis_index_groups)
-    by_dtype: dict[str, list[int]] = {}
-    for i, leaf in enumerate(leaves):
-        reason = fallback.reason_of_array(operation, leaf, axes)
-        if reason is None:
-            by_dtype.setdefault(leaf.dtype.name, []).append(i)
-        else:
-            with fallback.to_lax(operation, reason, sends=sends(leaf)):
-                leaves[i] = of_lax(leaf, axes)
     params = params_of(axes, invariant=trace_state.check_vma())
-    for chosen in by_dtype.values():
-        results = collective.bind(primitive, [leaves[i] for i in chosen], params)
-        for i, result in zip(chosen, results, strict=True):
-            leaves[i] = result
-    return jax.tree.unflatten(tree, leaves)
+    return collective.of_arrays_by_dtype(
+        *(primitive, x, axes, lambda leaf: of_lax(leaf, axes), lambda count: params, sends)
+    )
 
 
 # Selection: the arrays of one call are reduced by one operation or several.
@@ -169,21 +159,6 @@ def decide(
     )
 
 
-def _batch(
-    primitive: OpPrimitive,
-    name: Hashable,
-    size: int,
-    operands: Sequence[Any],
-    dims: Sequence[Any],
-    params: AllReduceParams,
-) -> tuple[list[Any], list[Any]]:
-    if name in params.axes:
-        return collective.batch_over_hidden_axis(
-            primitive, name, size, operands, dims, params, None
-        )
-    return primitive.bind(*operands, params=params), list(dims)
-
-
 def register(
     primitive: OpPrimitive,
     jvp: Callable[..., tuple[list[Any], list[Any]]] | None = None,
@@ -195,6 +170,6 @@ def register(
         decide=partial(decide, primitive),
         jvp=jvp,
         transpose=transpose,
-        batch=partial(_batch, primitive),
+        batch=partial(collective.batch_in_place, primitive, None),
         needed=collective.needed,
     )

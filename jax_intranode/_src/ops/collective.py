@@ -317,6 +317,36 @@ def of_each_array(
     return jax.tree.map(of_array, x)
 
 
+def of_arrays_by_dtype(
+    primitive: OpPrimitive,
+    x: Any,
+    axes: tuple[Hashable, ...],
+    by_lax: Callable[[Any], Any],
+    params_of: Callable[[int], Params],
+    sends: Callable[[Any], bool] = lambda leaf: True,
+) -> Any:
+    """A public function of a pytree, whose arrays of one dtype are communicated together.
+
+    `params_of` has the parameters for so many arrays; `sends` says whether lax has anything to send
+    for an array that it runs.
+    """
+    operation = primitive.operation
+    leaves, tree = jax.tree.flatten(x)
+    by_dtype: dict[str, list[int]] = {}
+    for i, leaf in enumerate(leaves):
+        reason = fallback.reason_of_array(operation, leaf, axes)
+        if reason is None:
+            by_dtype.setdefault(leaf.dtype.name, []).append(i)
+        else:
+            with fallback.to_lax(operation, reason, sends=sends(leaf)):
+                leaves[i] = by_lax(leaf)
+    for chosen in by_dtype.values():
+        results = bind(primitive, [leaves[i] for i in chosen], params_of(len(chosen)))
+        for i, result in zip(chosen, results, strict=True):
+            leaves[i] = result
+    return jax.tree.unflatten(tree, leaves)
+
+
 def reason_of_dimension(name: str, value: int, ndim: int, least: int, most: int) -> str | None:
     """Why an argument names no dimension of an array of so many. lax raises the ValueError."""
     if least <= value <= most:
@@ -574,6 +604,24 @@ def batch_over_hidden_axis(
     )
     with fallback.to_lax(primitive.operation, fallback.reason_of_hidden_axis(name)):
         return mapped(*operands), [out_dim] * len(operands)
+
+
+def batch_in_place(
+    primitive: OpPrimitive,
+    hidden_dim: int | None,
+    name: Hashable,
+    size: int,
+    operands: Sequence[Any],
+    dims: Sequence[Any],
+    params: Params,
+) -> tuple[list[Any], list[Any]]:
+    """Batches a collective of arrays of any shape: a batch dimension is one more.
+
+    `hidden_dim` is the batch dimension of lax's results where vmap hides a mesh axis.
+    """
+    if name in params.axes:
+        return batch_over_hidden_axis(primitive, name, size, operands, dims, params, hidden_dim)
+    return primitive.bind(*operands, params=params), list(dims)
 
 
 def needed(used: list[bool], params: Params) -> tuple[list[bool], Params]:

@@ -62,21 +62,13 @@ def ppermute(x: PyTree, axis_name: AxisNames, perm: Sequence[tuple[int, int]]) -
         with fallback.to_lax("ppermute", reason):
             return lax.ppermute(x, axis_name, perm)
     pairs = collective.pairs_of(perm)
-    leaves, tree = jax.tree.flatten(x)
-    by_dtype: dict[str, list[int]] = {}
-    for i, leaf in enumerate(leaves):
-        reason = fallback.reason_of_array("ppermute", leaf, axes)
-        if reason is None:
-            by_dtype.setdefault(leaf.dtype.name, []).append(i)
-        else:
-            with fallback.to_lax("ppermute", reason):
-                leaves[i] = lax.ppermute(leaf, axis_name, perm)
-    for chosen in by_dtype.values():
-        params = PpermuteParams(axes, (pairs,) * len(chosen), size)
-        results = collective.bind(ppermute_p, [leaves[i] for i in chosen], params)
-        for i, result in zip(chosen, results, strict=True):
-            leaves[i] = result
-    return jax.tree.unflatten(tree, leaves)
+    return collective.of_arrays_by_dtype(
+        ppermute_p,
+        x,
+        axes,
+        lambda leaf: lax.ppermute(leaf, axis_name, perm),
+        lambda count: PpermuteParams(axes, (pairs,) * count, size),
+    )
 
 
 def reason_of_perm(
@@ -129,14 +121,6 @@ def _jvp(
     return collective.jvp_some(bind_some, primals, tangents)
 
 
-def _batch(
-    name: Hashable, size: int, operands: Sequence[Any], dims: Sequence[Any], params: Any
-) -> tuple[list[Any], list[Any]]:
-    if name in params.axes:
-        return collective.batch_over_hidden_axis(ppermute_p, name, size, operands, dims, params, 0)
-    return ppermute_p.bind(*operands, params=params), list(dims)
-
-
 def _needed(used: list[bool], params: PpermuteParams) -> tuple[list[bool], PpermuteParams]:
     return used, params.of_some([i for i, is_used in enumerate(used) if is_used])
 
@@ -146,6 +130,6 @@ ppermute_p.register(
     decide=partial(all_reduce.decide, ppermute_p, most_arrays=definitions.MAX_MEMBERS),
     jvp=_jvp,
     transpose=_transpose,
-    batch=_batch,
+    batch=partial(collective.batch_in_place, ppermute_p, 0),
     needed=_needed,
 )

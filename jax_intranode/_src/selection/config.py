@@ -36,6 +36,7 @@ ALGORITHMS = ("auto", "one_shot", "two_shot", "lax")
 FUSE_NORMS = ("auto", "always", "never")
 LOG = ("fallbacks", "info", "debug")
 _INTEGER = "[0-9]{1,18}"
+_ANY = r"[\s\S]*"
 
 
 Read = Callable[[str, str], Any]
@@ -255,60 +256,40 @@ class Variable:
     default: str
     meaning: str
     read: Read | None = None
-    form: str = r"[\s\S]*"
+    form: str = _ANY
     reader: str = "package"
     is_secret: bool = False
+
+
+def _of_launcher(name: str, values: str, meaning: str, form: str = _ANY, **more: Any) -> Variable:
+    """A variable that `launch` sets; what is given is as in `Variable`."""
+    return Variable(name, values, "none", meaning, form=form, reader="launcher", **more)
 
 
 # A new variable that something else reads is listed here.
 VARIABLES = (
     *(Variable(_name(of.name), **of.metadata) for of in dataclasses.fields(Config)),
-    Variable(
-        RANK,
-        "an integer",
-        "none",
-        "the rank of this process, from 0",
-        form=_INTEGER,
-        reader="launcher",
-    ),
-    Variable(
-        WORLD_SIZE,
-        "an integer",
-        "none",
-        "the number of processes",
-        form=_INTEGER,
-        reader="launcher",
-    ),
-    Variable(
+    _of_launcher(RANK, "an integer", "the rank of this process, from 0", _INTEGER),
+    _of_launcher(WORLD_SIZE, "an integer", "the number of processes", _INTEGER),
+    _of_launcher(
         COORDINATOR,
         "host:port, or `unix:` and a path",
-        "none",
         "the address of JAX's coordination service",
-        reader="launcher",
     ),
-    Variable(
+    _of_launcher(
         LOCAL_DEVICES,
         "integers with commas between them",
-        "none",
         "the devices of this process",
-        form=f"{_INTEGER}(,{_INTEGER})*",
-        reader="launcher",
+        f"{_INTEGER}(,{_INTEGER})*",
     ),
-    Variable(
-        RESTART,
-        "an integer",
-        "none",
-        "how often `launch` has started the processes again",
-        form=_INTEGER,
-        reader="launcher",
+    _of_launcher(
+        RESTART, "an integer", "how often `launch` has started the processes again", _INTEGER
     ),
-    Variable(
+    _of_launcher(
         SECRET,
         "a word of hexadecimal digits",
-        "none",
         "what the job's keys in JAX's key-value store begin with",
-        form="[0-9a-f]{1,64}",
-        reader="launcher",
+        "[0-9a-f]{1,64}",
         is_secret=True,
     ),
     Variable(

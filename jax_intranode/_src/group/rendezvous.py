@@ -42,7 +42,6 @@ _log = logging.getLogger("jax_intranode")
 _PROTOCOL = 10
 
 _SHARED_MEMORY = Path("/dev/shm")
-# Why this process can't take part.
 
 # Guards every rendezvous, and what follows from it.
 lock = threading.RLock()

@@ -40,15 +40,8 @@ def as_called_here(body: Callable[..., Any]) -> Callable[..., Any]:
     0.10.2 and later: JAX starts the frames of a shard_map's equations anew at its body. For a body
     of this package the user's frames would be lost.
     """
-    return _with_traceback(source_info_util.current().traceback, body)
+    traceback = source_info_util.current().traceback
 
-
-def as_called_by(equation: Any, body: Callable[..., Any]) -> Callable[..., Any]:
-    """The function, whose equations will have the frames that traced this one. 0.10.2 and later."""
-    return _with_traceback(equation.source_info.traceback, body)
-
-
-def _with_traceback(traceback: Any, body: Callable[..., Any]) -> Callable[..., Any]:
     def called_there(*args: Any) -> Any:
         with source_info_util.user_context(traceback):
             return body(*args)

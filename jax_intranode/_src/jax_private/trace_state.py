@@ -183,8 +183,3 @@ def inside_shard_map(params: dict[str, Any]) -> Iterator[None]:
         config._check_vma(params["check_vma"]),
     ):
         yield
-
-
-def under_mesh(concrete: jax.sharding.Mesh) -> contextlib.AbstractContextManager[Any]:
-    """The context in which a program outside of shard_map is traced for this mesh. 0.10.2."""
-    return mesh.use_abstract_mesh(concrete.abstract_mesh)

@@ -8,7 +8,6 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax import lax
 from jax.extend.core import Primitive
 from jax.interpreters import mlir
 
@@ -52,12 +51,10 @@ def may_be_few(operands: Sequence[Any], dtype: Any, precision: Any, transposed: 
     if len(operands) != 2 or transposed:
         return False
     x, w = operands
-    # For 16-bit operands all values of `lax.Precision` mean the same.
-    precisions = precision if isinstance(precision, tuple) else (precision,)
     return (
         np.dtype(dtype).name in MULTIPLIED
         and x.dtype == w.dtype == dtype
-        and all(p is None or isinstance(p, lax.Precision) for p in precisions)
+        and local_matmuls.is_plain(precision)
         and bool(definitions.few_rows_fit(math.prod(x.shape[:-1]), *w.shape))
     )
 

@@ -46,11 +46,6 @@ class GlobalCall:
     manual: frozenset[str]
     reason: str | None
 
-    @property
-    def world_size(self) -> int:
-        """The number of ranks of a group."""
-        return math.prod(self.sizes[axis] for axis in self.axes)
-
     def rows(self, x: Any) -> list[tuple[str, ...]]:
         """The mesh axes that divide each dimension of x but the last, without `axes`."""
         spec = [

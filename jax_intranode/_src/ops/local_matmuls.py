@@ -25,6 +25,12 @@ def dot(x: Any, w: Any, dtype: Any, precision: Any, transposed: bool) -> Any:
     return _dot_general(x, w, dimensions, dtype, precision)
 
 
+def is_plain(precision: Any) -> bool:
+    """Whether a precision changes nothing for 16-bit operands: all values of `lax.Precision`."""
+    precisions = precision if isinstance(precision, tuple) else (precision,)
+    return all(p is None or isinstance(p, lax.Precision) for p in precisions)
+
+
 def wgrad_dot(x: Any, ct: Any, dtype: Any, precision: Any, transposed: bool) -> Any:
     """The weight gradient of the product of x and a matrix, from the product's cotangent."""
     rows = tuple(range(x.ndim - 1))

@@ -7,7 +7,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 from jax.extend.core import Primitive
 from jax.interpreters import mlir
 
@@ -18,7 +17,7 @@ from jax_intranode._src.group import rendezvous as rendezvous_lib
 from jax_intranode._src.health import counts
 from jax_intranode._src.jax_private import lowering_context
 from jax_intranode._src.native import definitions, extension
-from jax_intranode._src.ops import collective
+from jax_intranode._src.ops import collective, local_matmuls
 from jax_intranode._src.ops.lowering_site import LoweringSite
 from jax_intranode._src.selection import config, select, tuning
 from jax_intranode._src.selection.overlap import choice, profiles
@@ -108,12 +107,9 @@ def _reason_for_operands(mesh: jax.sharding.Mesh | None, request: Request) -> st
     names = sorted({np.dtype(dtype).name for dtype in request.dtypes})
     if len(names) > 1:
         return reasons.DTYPES_DIFFER.of(dtypes=" and ".join(names))
-    # For 16-bit operands all values of `lax.Precision` mean the same.
-    precision = request.precision
-    precisions = precision if isinstance(precision, tuple) else (precision,)
-    if not all(p is None or isinstance(p, lax.Precision) for p in precisions):
-        return reasons.PRECISION.of(precision=precision)
-    return None
+    if local_matmuls.is_plain(request.precision):
+        return None
+    return reasons.PRECISION.of(precision=request.precision)
 
 
 # The primitive. Operands: x and the matrices, or the xs and the matrices of a sum, then the

@@ -34,6 +34,8 @@
 #include <sstream>
 #include <string>
 #include <thread>
+#include <tuple>
+#include <type_traits>
 #include <vector>
 
 #include "cublas_lt.h"
@@ -402,6 +404,16 @@ struct Way {
   // cuBLASLt computes the weight gradient after the call. A matmul of the same size stands for it.
   bool wgrad_after = false;
 };
+
+// Sets a field by its name. False if there is no such field.
+bool SetPlanField(const std::string& name, int32_t value, MatmulPlan* plan) {
+  const auto set = [&](const auto& field) {
+    if (name != field.name) return false;
+    plan->*field.member = static_cast<std::decay_t<decltype(plan->*field.member)>>(value);
+    return true;
+  };
+  return std::apply([&](const auto&... field) { return (set(field) || ...); }, kPlanFields);
+}
 
 // Sets "name=value,name=value". False if it is none.
 bool SetFields(const std::string& text, MatmulPlan* plan, bool* wgrad_after = nullptr) {

@@ -11,10 +11,8 @@
 #include <array>
 #include <cstddef>
 #include <cstdint>
-#include <cstdlib>
 #include <string>
 #include <tuple>
-#include <type_traits>
 
 #include "matmul_limits.h"
 
@@ -82,16 +80,6 @@ inline std::string ToString(const MatmulPlan& plan) {
   };
   std::apply([&](const auto&... field) { (append(field), ...); }, kPlanFields);
   return text;
-}
-
-// Sets a field by its name. False if there is no such field.
-inline bool SetPlanField(const std::string& name, int32_t value, MatmulPlan* plan) {
-  const auto set = [&](const auto& field) {
-    if (name != field.name) return false;
-    plan->*field.member = static_cast<std::decay_t<decltype(plan->*field.member)>>(value);
-    return true;
-  };
-  return std::apply([&](const auto&... field) { return (set(field) || ...); }, kPlanFields);
 }
 
 // Whether an operation can run by this plan. It may still be too large for the ring.

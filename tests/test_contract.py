@@ -16,11 +16,12 @@ from jax.sharding import PartitionSpec as P
 import jax_intranode
 
 TABLE = Path(__file__).resolve().parent.parent / "docs" / "contract.md"
-# The quick tier leaves them out: those with a process each, and what `linearize` and gradients do,
-# too.
+# The quick tier leaves them out: those with a process each, what `linearize` and gradients do, too,
+# and dtypes whose values the case "special_values" compares.
 FULL = (
     *("persistent-cache", "serialized-executable", "serialized-executable-after-initialize"),
     *("jvp", "jacobians"),
+    *("parts-of-every-dtype", "permutes-of-every-dtype", "extremes-of-every-dtype"),
 )
 
 

@@ -92,7 +92,7 @@ MESHES = [
     full(ONE, (AUTO,), "with", "float32"),
     full(ONE, (AUTO,), "argument", "float32"),
     (ONE, (EXPLICIT,), "with", "float32"),
-    (ONE, (EXPLICIT,), "argument", "float32"),
+    full(ONE, (EXPLICIT,), "argument", "float32"),
     full((2, 2), (AUTO, AUTO), "set_mesh", "float32"),
     ((2, 2), (EXPLICIT, EXPLICIT), "set_mesh", "float32"),
     ((2, 2), (EXPLICIT, AUTO), "set_mesh", "float32"),
@@ -195,7 +195,8 @@ def test_a_mesh_axis_that_is_not_named_falls_back(caplog: pytest.LogCaptureFixtu
     mesh = grid()
     reason = "a partly manual mesh: neither axis_name nor batch_axes has 'data'"
     with jax.set_mesh(mesh):
-        for name, (f, of_x, of_w, _) in CALLS.items():
+        for name in ("all_gather_matmul", "row"):
+            f, of_x, of_w, _ = CALLS[name]
             x, w = values(mesh, ((4, 8, 12), P("data", *of_x[1:])), ((12, 16), P(*of_w)))
             with (
                 caplog.at_level(logging.INFO, "jax_intranode"),

@@ -172,7 +172,7 @@ if __name__ == "__main__":
     ranks = [context.Process(target=rank, args=(r, *sys.argv[2:])) for r in (0, 1)]
     for process in ranks:
         process.start()
-    ranks[1].join(20 if sys.argv[3] else 8)  # by "spawn" it waits for rank 0 in JAX's last barrier
+    ranks[1].join(20 if sys.argv[3] else 5)  # by "spawn" it waits for rank 0 in JAX's last barrier
     open("over", "w").close()
     for process in ranks:
         process.join(60)

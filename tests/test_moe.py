@@ -196,7 +196,7 @@ def test_random_routings_by_lax(kind: str, capacity: int | None) -> None:
     x, weights = expert_routings.operands(rng, N, TOKENS, HIDDEN, TOP, "float32")
     ids = expert_routings.routing(rng, N, TOKENS, TOP, EXPERTS, kind)
     body = expert_routings.layer(lambda rows: rows * 0.5, EXPERTS, capacity)
-    received, sizes, dropped, y = jax.vmap(body, axis_name="x")(x, ids, weights)
+    received, sizes, dropped, y = jax.jit(jax.vmap(body, axis_name="x"))(x, ids, weights)
     rows = capacity or N * TOKENS * min(TOP, EXPERTS // N)
     wanted = expert_routings.expected(x, ids, EXPERTS, rows)
     np.testing.assert_array_equal(received, wanted.received)

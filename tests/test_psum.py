@@ -28,7 +28,7 @@ FULL = (
     *("trees-auto-300", "trees-one_shot-300", "trees-two_shot-300", "random_program-0"),
     "random_program_in_segments-0",
     *("random_program-2", "random_program-3", "epochs_wrap-4"),
-    *("independent_calls_of_unequal_cost-8", "random_program-1"),
+    *("independent_calls_of_unequal_cost-8", "random_program-1", "epochs_wrap-3"),
 )
 QUICK_IN_SEGMENTS = (
     *("psum-bfloat16", "psum-int64", "psum_scatter-float64", "all_gather-bfloat16"),

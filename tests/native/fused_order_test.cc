@@ -4,7 +4,6 @@
 
 #include <algorithm>
 #include <cstdio>
-#include <map>
 #include <random>
 #include <set>
 #include <tuple>
@@ -85,43 +84,6 @@ void CheckClusterTiles(const TileOrder& p, int clusters, std::mt19937* random) {
   Expect(lists.claimed == SentLists(p, clusters) + clusters, "more lists claimed than exist");
 }
 
-// The number of the band that a row pair lies in, counted back from the last band of the row pairs
-// before `end`. All bands but the first one are full.
-int BandAt(const TileOrder& p, int end, int pair) { return -((end - 1 - pair) / p.band_pairs); }
-
-// The numbers of a reduce-scatter's cluster tiles come in the order in which they are needed.
-void CheckReduceScatterOrder(const TileOrder& p) {
-  // All peers send one part of the rank's tiles before the next part. Tiles that wait for no peer
-  // come before tiles that do.
-  const int size = p.size, of_shard = p.row_pairs * p.column_tiles;
-  const int first = ClusterTiles(p) - of_shard;
-  std::map<std::pair<int, int>, int> parts;
-  std::pair<int, int> last_own = {-p.row_pairs, 0};
-  for (int number = 0; number < of_shard; ++number) {
-    const ClusterTile tile = ClusterTileOf(p, first + number);
-    Expect(tile.step == size - 1 && !tile.wgrad, "tiles for peers after those that wait");
-    parts[{tile.row_pair, tile.column}] = number / p.part_tiles;
-    const std::pair at = {BandAt(p, p.row_pairs, tile.row_pair), tile.column};
-    Expect(at >= last_own, "own tiles not band after band, or columns not in order");
-    last_own = at;
-  }
-  int last = 0;
-  for (int number = 0; number < ClusterTilesSent(p); ++number) {
-    const ClusterTile tile = ClusterTileOf(p, number);
-    Expect(!tile.wgrad, "weight gradients before tiles that are sent");
-    const int part = parts[{tile.row_pair, tile.column}];
-    Expect(part >= last, "a part before the one before it has been sent");
-    last = part;
-  }
-  std::pair<int, int> last_wgrad = {-p.wgrad_row_pairs, 0};
-  for (int number = ClusterTilesSent(p); number < first; ++number) {
-    const ClusterTile tile = ClusterTileOf(p, number);
-    const std::pair at = {BandAt(p, p.wgrad_row_pairs, tile.row_pair), tile.column};
-    Expect(at >= last_wgrad, "weight gradients not band after band, or columns not in order");
-    last_wgrad = at;
-  }
-}
-
 // Each cluster tile, and each chunk that is sent, has one number.
 void CheckNumbers(const TileOrder& p) {
   const int size = p.size;
@@ -148,7 +110,6 @@ void CheckNumbers(const TileOrder& p) {
   Expect(static_cast<int>(seen.size()) == ClusterTiles(p) + ChunksSent(p),
          "a tile or a chunk without a number");
   Expect(WgradStages(p) == 2 * p.row_tiles * size, "not all rows are contracted, or more");
-  if (p.reduce_scatter) CheckReduceScatterOrder(p);
 }
 
 // Each rank looks for what its peers send in the slots in which they store it. No slot is used

@@ -2,7 +2,7 @@
 // group of ranks and share its regions in one address space. Meant for ThreadSanitizer, too.
 //
 //   host_group_test sound|mesh [ranks] [processes] [rounds]
-//   host_group_test guards | behind | deadline | mismatch | fail | bodies | sites
+//   host_group_test guards [ranks] | behind | deadline | mismatch | fail | bodies | sites
 //
 // sound: each rank has two threads that arrive at the same 12 call sites in an order of their own,
 // as XLA's threads do, and start the next round without waiting for other ranks. Types, algorithms,
@@ -780,8 +780,7 @@ int main(int argc, char** argv) {
   } else if (mode == "mismatch") {
     Mismatches();
   } else if (mode == "guards") {
-    Guards(2);
-    Guards(3);
+    Guards(argc > 2 ? atoi(argv[2]) : 2);
     printf("guards: done\n");
   } else if (mode == "behind") {
     Behind();

@@ -168,31 +168,3 @@ def parts_of_the_rows(dtype: str, norm: str) -> None:
         results = compiled_of_ours(f, *placed)(*placed)
         for result, want in zip(results, expected(norm, arrays), strict=True):
             check(result, want[0])
-
-
-@case()
-def calls_in_a_loop() -> None:
-    """Many operations one after another, so that epoch buffers are used again and again."""
-    mesh = line()
-    x, residual, weight = operands("bfloat16", mesh.size, (3, 72), False)
-
-    def body(x: Any, residual: Any, weight: Any) -> Any:
-        def step(h: Any, _: Any) -> Any:
-            y, h = jax_intranode.psum_residual_rms_norm(x[0], h, weight, "x", eps=EPS)
-            return h, y
-
-        h, ys = jax.lax.scan(step, residual, None, length=20)
-        return ys[None], h[None]
-
-    f = sharded(body, mesh, (P("x"), P(), P()), P("x"))
-    placed = [
-        put(mesh, spec, v)
-        for spec, v in zip((P("x"), P(), P()), (x, residual, weight), strict=True)
-    ]
-    ys, last = compiled_of_ours(f, *placed)(*placed)
-    h, wanted = residual, []
-    for _ in range(20):
-        y, h = norm_oracle.residual_norm(list(x), h, weight, norm="rms_norm", eps=EPS)
-        wanted.append(y)
-    check(ys, everywhere(np.stack(wanted), mesh.size))
-    check(last, everywhere(h, mesh.size))

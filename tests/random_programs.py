@@ -234,21 +234,3 @@ def graphs_in_turn() -> None:
         jax.block_until_ready(kept)
     local = sum(d.process_index == jax.process_index() for d in mesh.devices.flat)
     assert jax_intranode.usage_counter() - before == (9 * 2 * 4 + 3) * local
-
-
-@case(before_wrap=(3, 4))
-def epochs_wrap(before_wrap: int) -> None:
-    """The epoch passes 2^32."""
-    mesh = meshes()[1] if len(jax.devices()) >= 4 else line()
-    jax_intranode.shutdown()
-    jax.clear_caches()
-    set_epochs(mesh, 2**32 - before_wrap)
-    calls = random_calls(50, 9, mesh)
-    with x64("float64"), forced("one_shot", "two_shot"):
-        carries, value = random_carries(mesh, 50)
-        program = compiled_of_ours(chain(calls, mesh), value)
-        before = jax_intranode.usage_counter()
-        for _ in range(3):
-            check(program(value), expected_of_chain(calls, mesh, carries))
-    local = sum(d.process_index == jax.process_index() for d in mesh.devices.flat)
-    assert jax_intranode.usage_counter() - before == 3 * 9 * local

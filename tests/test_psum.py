@@ -27,8 +27,8 @@ pytestmark = pytest.mark.one_version
 FULL = (
     *("trees-auto-300", "trees-one_shot-300", "trees-two_shot-300", "random_program-0"),
     "random_program_in_segments-0",
-    *("random_program-2", "random_program-3", "epochs_wrap-4"),
-    *("independent_calls_of_unequal_cost-8", "random_program-1", "epochs_wrap-3"),
+    *("random_program-2", "random_program-3"),
+    *("independent_calls_of_unequal_cost-8", "random_program-1"),
 )
 QUICK_IN_SEGMENTS = (
     *("psum-bfloat16", "psum-int64", "psum_scatter-float64", "all_gather-bfloat16"),
@@ -47,8 +47,6 @@ def is_quick(name: str) -> bool:
         return name.endswith("-3")
     if name.startswith("experts_of_random_routings-"):
         return name.endswith(("2-1", "2-4", "3-2", "8-0", "8-3"))
-    if name.startswith("experts_in_a_loop-"):
-        return name.endswith("-3")
     if name.startswith("random_permutes-"):
         return False
     if name.startswith("rewritten_program-"):

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import jax
 import multiprocess_ranks
 import pytest
-from cases_of_set_up import check_sum, set_up_often
+from cases_of_set_up import check_sum
 from devices import need_ranks
 from processes import free_port, segments_of
 from tiers import full
@@ -46,13 +46,6 @@ def sums_of_some_and_of_all() -> None:
 
 
 # The tests.
-
-
-@pytest.mark.full
-def test_set_up_a_thousand_times(ranks: Callable[..., list[str]]) -> None:
-    need_ranks(2)
-    logs = ranks(set_up_often, 2, arguments=[1000], timeout_s=500)
-    assert all("DONE" in log for log in logs)
 
 
 def test_processes_with_other_communicators_before_meet(ranks: Callable[..., list[str]]) -> None:

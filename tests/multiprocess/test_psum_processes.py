@@ -17,7 +17,6 @@ QUICK = {
     "segments_of_every_dtype": (*("psum-float32", "all_to_all-bfloat16"),),
     "random_program_in_segments": ("1",),
     "trees": ("two_shot-2",),
-    "epochs_wrap": ("3",),
     "sums_of_few_rows": ("17",),
     "random_program": (),
     "graphs_in_turn": (),
@@ -44,12 +43,10 @@ QUICK_OF_FOUR = QUICK | {
     "sums_of_few_rows": (),
     "independent_calls_of_unequal_cost": (),
     "results_amid_other_data": (),
-    "epochs_wrap": (),
     "random_permutes": (),
     "ragged_of_random_tables": ("4-3",),
     "ragged_of_tables_in_a_loop": (),
     "experts_of_random_routings": ("4-3",),
-    "experts_in_a_loop": (),
     "sums_on_two_nodes": ("shared_memory",),
 }
 
@@ -60,7 +57,7 @@ QUICK_ROWS = {
     4: ("device-order-changed", "several-axes", "permutations"),
 }
 # What processes add to the cases of one process: data that arrive while a phase waits.
-QUICK_NORMS = (*("every_dtype_and_length-bfloat16-two_shot-rms_norm", "calls_in_a_loop"),)
+QUICK_NORMS = ("every_dtype_and_length-bfloat16-two_shot-rms_norm",)
 
 
 def is_quick(name: str, world: int) -> bool:

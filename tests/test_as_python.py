@@ -229,7 +229,8 @@ def test_a_program_sees_what_it_sees_alone(
         assert err[: len(plain[2])] == plain[2]  # `launch` adds the report
 
 
-@pytest.mark.parametrize("way", ["SCRIPT", full("run SCRIPT")])
+@pytest.mark.full
+@pytest.mark.parametrize("way", ["SCRIPT", "run SCRIPT"])
 def test_a_script_that_executes_itself_again_is_still_a_rank(
     output: Output, tmp_path: Path, way: str
 ) -> None:

@@ -201,7 +201,7 @@ BREAKS = {
 }
 
 
-QUICK_BREAKS = ("a native module of another system", "no jax", "an old jaxlib")
+QUICK_BREAKS = ("a native module of another system", "an old jaxlib")
 
 
 @pytest.mark.parametrize("what", quick(BREAKS, QUICK_BREAKS))

@@ -10,6 +10,8 @@ from tiers import full
 
 from jax_intranode._src.selection import config
 
+pytestmark = pytest.mark.one_version
+
 
 def test_defaults() -> None:
     assert config.parse({}) == config.Config(
@@ -140,7 +142,7 @@ COMMUNICATE = "communicate through jax_intranode"
     [
         full("", "", []),
         full("fallbacks", "", ["INFO:jax_intranode.fallbacks:psum at "]),
-        ("fallbacks", "root", [OF_PROGRAM]),
+        full("fallbacks", "root", [OF_PROGRAM]),
         full("fallbacks", "jax_intranode.fallbacks", [OF_PROGRAM]),
         ("fallbacks", "replaced", ["INFO:jax_intranode.fallbacks:psum at "]),
         ("info", "", ["INFO:jax_intranode.fallbacks:psum at ", "INFO:jax_intranode:Devices "]),

@@ -1,4 +1,7 @@
-"""The examples run as users run them: in a fresh process, from the command line, with defaults."""
+"""The examples run as users run them: in a fresh process, from the command line, with defaults.
+
+.ci/run runs all of them once.
+"""
 
 import re
 import shutil
@@ -41,6 +44,7 @@ def test_training(name: str) -> None:
         assert len(re.findall(rf"^{operation} ", output, re.MULTILINE)) >= 4, output
 
 
+@pytest.mark.full
 def test_training_without_and_with_auto() -> None:
     need_devices(2)
     output = run_example("train_auto.py")
@@ -60,6 +64,7 @@ def test_halo_exchange() -> None:
     assert output.endswith("equal to the bit: True\n"), output
 
 
+@pytest.mark.full
 def test_mixture_of_experts() -> None:
     need_devices(2)
     output = run_example("mixture_of_experts.py")

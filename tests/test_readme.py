@@ -15,7 +15,10 @@ ROOT = Path(__file__).resolve().parent.parent
 README = ROOT / "README.md"
 PAGES = (README, *sorted(ROOT.glob("docs/*.md")))
 
-pytestmark = pytest.mark.skipif(not README.exists(), reason="the README is not here")
+pytestmark = [
+    pytest.mark.one_version,
+    pytest.mark.skipif(not README.exists(), reason="the README is not here"),
+]
 
 
 def programs() -> dict[str, str]:
@@ -117,6 +120,7 @@ def test_process_per_device(name: str, tmp_path: Path) -> None:
         assert re.search(rf"^\[{rank}\] rank {rank} has .*: 1\.0$", done.stdout, re.M), done.stdout
 
 
+@pytest.mark.full
 def test_the_program_of_the_readme_with_a_process_per_device(tmp_path: Path) -> None:
     """The README says that `launch` starts it as it is."""
     need_devices(2)

@@ -19,6 +19,8 @@ from jax_intranode._src import reasons
 from jax_intranode._src.native import definitions
 from jax_intranode._src.selection import select, table
 
+pytestmark = pytest.mark.one_version
+
 # The quick tier runs these of the cases that come in many dtypes and algorithms.
 QUICK = {
     "every_dtype_and_length": (

@@ -27,7 +27,6 @@ from contract.rows import (
     inside,
     inside_raised,
     kind,
-    operations,
     raised,
     row,
     run,
@@ -379,27 +378,10 @@ def types_without_axes_of_one(lib: Any) -> Any:
         return inside(body, mesh=mesh, in_specs=P(("one", "x")), out_specs=P(("one", "x")))
 
 
-@row("an axis of size 1, under `jax_remove_size_one_mesh_axis_from_type`", AS_LAX)
-def parts_of_types_without_axes_of_one(lib: Any) -> Any:
-    of: Any = {"mesh": cases.make_mesh((1, 2), ("one", "x")), "out_specs": P(("one", "x"))}
-
-    def over(f: Any, axes: Any) -> Any:
-        return inside_raised(lambda v: f(v, axes), in_specs=P(("one", "x")), **of)
-
-    with jax.remove_size_one_mesh_axis_from_type(True):
-        return [each_raised(lib, lambda f, a=a: over(f, a)) for a in ("one", ("one", "x"))]
-
-
 @row("operands that vary over the axes, with `jax_auto_pcast=False`", ACCELERATED)
 def operands_cast_by_the_program(lib: Any) -> Any:
     with jax.auto_pcast(False):
         return inside(lambda v: (each(lib, v), jax.grad(lambda u: lib.psum(u, "x").sum())(v)))
-
-
-@row("replicated operands, with `jax_auto_pcast=False`", AS_LAX)
-def parts_cast_by_nobody(lib: Any) -> Any:
-    with jax.auto_pcast(False):
-        return each_raised(lib, lambda f: inside_raised(lambda v: f(v, "x"), in_specs=P()))
 
 
 @row("no axes, the same axis twice, positional axes with and without names", AS_LAX)
@@ -509,15 +491,6 @@ def vmapped_name_inside(lib: Any) -> Any:
     return mapped("i", "i"), mapped("i", ("i", "x")), hiding
 
 
-@row("a name bound by vmap around shard_map, whose mesh has an axis of that name", AS_LAX)
-def vmapped_name_outside_is_mesh_axis(lib: Any) -> Any:
-    def under(check: bool) -> Any:
-        f = shmap(lambda v: lib.psum({"a": v, "b": v[0]}, "x"), check_vma=check)
-        return raised(lambda: run(jax.vmap(f, axis_name="x"), small(3, 4, 3)))
-
-    return under_both(under)
-
-
 @row("a mesh axis under a vmap with another name", ACCELERATED)
 def mesh_axis_under_named_vmap(lib: Any) -> Any:
     return inside(lambda v: jax.vmap(lambda c: each(lib, c), 1, 1, axis_name="i")(v))
@@ -542,37 +515,6 @@ def with_groups(lib: Any, groups: Any, check: bool) -> Any:
 def groups_even(lib: Any) -> Any:
     groups = [[0, 1], [2, 3]], ((0, 2), (3, 1)), [[0, 1, 2, 3]], [[0], [1], [2], [3]]
     return [with_groups(lib, g, False) for g in groups]
-
-
-@row("`axis_index_groups` for two devices, `check_vma=False`", LAX)
-def groups_of_two_devices(lib: Any) -> Any:
-    return [with_groups(lib, groups, False) for groups in ([[0], [1]], [[0, 1]], [[1, 0]])]
-
-
-@row("`psum` with `axis_index_groups` of different sizes, `check_vma=False`", AS_LAX, devices=4)
-def groups_uneven(lib: Any) -> Any:
-    def summed(groups: Any) -> Any:
-        def body(v: Any) -> Any:
-            tree = {"a": v, "b": v > 1, "c": v.astype(jnp.int32)}
-            return lib.psum(tree, "x", axis_index_groups=groups)
-
-        mesh = cases.make_mesh((4,), ("x",))
-        return run(shmap(body, mesh, out_specs=P("x"), check_vma=False), small(8, 3))
-
-    return [raised(lambda g=g: summed(g)) for g in ([[0, 1, 2], [3]], [[2], [0, 1, 3]])]
-
-
-def groups_checked(f: Any) -> list[Any]:
-    def over(groups: Any) -> Any:
-        body = lambda v: f(v, "x", axis_index_groups=groups)  # noqa: E731
-        return run(shmap(body, out_specs=P("x")), small(8, 3))
-
-    return [raised(lambda g=groups: over(g)) for groups in ([[0], [1]], [[0, 1]])]
-
-
-@row("the others with `axis_index_groups`, `check_vma=True`", AS_LAX)
-def groups_of_parts_under_check_vma(lib: Any) -> Any:
-    return [groups_checked(f) for f in operations(lib).values()]
 
 
 @row(

@@ -11,7 +11,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
-from jax.extend.core import jaxpr_as_fun
 from jax.sharding import AbstractMesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from processes import python
@@ -96,14 +95,6 @@ def forbidden_collectives(lib: Any) -> Any:
                 return run(shmap(body, out_specs=P("x"), check_vma=check), small(8, 3))
 
         return each_raised(lib, forbidden)
-
-    return under_both(under)
-
-
-@row("`make_jaxpr`, evaluated by `eval_jaxpr` and as a function", ACCELERATED)
-def evaluated_jaxpr(lib: Any) -> Any:
-    def under(check: bool) -> Any:
-        return run(jaxpr_as_fun(jax.make_jaxpr(mapped(lib, check))(small(8, 3))), small(8, 3))
 
     return under_both(under)
 

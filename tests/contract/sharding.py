@@ -7,7 +7,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.extend.core import jaxpr_as_fun
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -254,23 +253,6 @@ def device_order_changed(lib: Any) -> Any:
     return results
 
 
-@row("a jaxpr of an abstract mesh, run under one mesh after another", AS_LAX, devices=4)
-def jaxpr_under_meshes(lib: Any) -> Any:
-    body = jax.shard_map(
-        lambda u: lib.psum(u, "x"),
-        mesh=square((0, 1, 2, 3)).abstract_mesh,
-        in_specs=P("x", "y"),
-        out_specs=P(None, "y"),
-    )
-    values, results = small(4, 6), []
-    program = jax.jit(jaxpr_as_fun(jax.make_jaxpr(body)(values)))
-    for order in ((0, 1, 2, 3), (0, 2, 1, 3)):
-        mesh, x = on_square(order, values)
-        with jax.set_mesh(mesh):
-            results.append(program(x))
-    return results
-
-
 @row("two meshes of the same devices in one program", ACCELERATED, devices=4)
 def two_meshes(lib: Any) -> Any:
     flat, folded = cases.make_mesh((4,), ("i",)), square()
@@ -303,22 +285,6 @@ def arguments_on_another_mesh(lib: Any) -> Any:
     return under_both(under)
 
 
-@row("two meshes in one program that differ in their devices or device order", ERROR, devices=4)
-def two_meshes_that_differ(lib: Any) -> Any:
-    def over(mesh: Mesh, check: bool) -> Any:
-        return shmap(
-            lambda v: lib.psum(v, mesh.axis_names), mesh, P(mesh.axis_names), check_vma=check
-        )
-
-    def under(check: bool) -> Any:
-        return [
-            raised(lambda b=b: run(lambda v: (over(line(), check)(v), over(b, check)(v)), small(4)))
-            for b in (line(order=(1, 0)), square())
-        ]
-
-    return under_both(under)
-
-
 @row("programs on two meshes, in turn", ACCELERATED, devices=4)
 def meshes_in_turn(lib: Any) -> Any:
     meshes = cases.make_mesh((4,), ("i",)), square(), square((3, 1, 2, 0)), line()
@@ -329,10 +295,3 @@ def meshes_in_turn(lib: Any) -> Any:
 
     fs = [over(mesh) for mesh in meshes]
     return [f(small(16, 3, seed=k)) for k in range(3) for f in fs]
-
-
-@row("arrays on other devices than the mesh's", ERROR, devices=4)
-def wrong_devices(lib: Any) -> Any:
-    elsewhere = Mesh(np.array(jax.devices()[2:4]), ("x",), axis_types=(AxisType.Auto,))
-    value = jax.device_put(small(4, 3), NamedSharding(elsewhere, P("x")))
-    return raised(lambda: jax.jit(shmap(lambda v: lib.psum(v, "x")))(value))

@@ -96,7 +96,7 @@ def ends_while_it_computes_in_a_thread() -> None:
     XLA:CPU orders what one thread dispatches.
     """
     results = []
-    thread = threading.Thread(target=lambda: results.append(last_step(6.0)))
+    thread = threading.Thread(target=lambda: results.append(last_step(4.5)))
     thread.start()
     thread.join()
     if rank() == 0:

@@ -31,6 +31,8 @@ from jax_intranode._src.native import extension
 from jax_intranode._src.selection.overlap import choice
 from jax_intranode._src.selection.overlap.plan import Plan
 
+pytestmark = pytest.mark.one_version
+
 TIMEOUT_S = 3
 ENV = {"JAX_INTRANODE_TIMEOUT_S": str(TIMEOUT_S)}
 

@@ -53,7 +53,7 @@ PROGRAMS = {
 FULL = (
     *("ends_long_before_its_peer", "all_ranks_are_stopped 35 5"),
     *("distributed_shutdown_in_the_middle", "shuts_down_in_an_exit_handler"),
-    *("ends_jax_itself clears_backends", "computes_in_the_last_step"),
+    *("ends_jax_itself clears_backends", "computes_in_the_last_step", "other_threads_never_rest"),
 )
 
 

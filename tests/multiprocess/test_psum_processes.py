@@ -53,7 +53,7 @@ QUICK_OF_FOUR = QUICK | {
 
 # Rows of the contract, of 2 devices and of 4, and cases of norms.
 QUICK_ROWS = {
-    2: ("cond", "extremes-in-gradients", "matmuls-in-control-flow"),
+    2: ("cond", "extremes-in-gradients"),
     4: ("device-order-changed", "several-axes", "permutations"),
 }
 # What processes add to the cases of one process: data that arrive while a phase waits.

@@ -297,12 +297,6 @@ class Machine {
     Fiber::Yield();
   }
 
-  // Notes under a number what the thread has done and seen so far, for a thread that acquires it.
-  void SetMark(size_t mark) {
-    if (state_.marks.size() <= mark) state_.marks.resize(mark + 1, -1);
-    state_.marks[mark] = Pool(Me().now);
-  }
-  void AcquireMark(size_t mark) { Join(&Me().now, *views_[state_.marks[mark]]); }
   // Suspends the thread until `ready()`, which must depend on local memory only.
   void Await(const std::function<bool()>& ready) {
     Me().ready = &ready;
@@ -316,10 +310,6 @@ class Machine {
   void Forget(uint64_t known) {
     Me().history = 1;
     Mix(&Me().history, known);
-  }
-  // A line for the trace.
-  void Note(const std::string& what) {
-    if (tracing_) Trace(what);
   }
   int current() const { return current_; }
   // The last value of a word in coherence order.
@@ -518,7 +508,6 @@ class Machine {
       mix_view(t.acquired);
       mix_released(t.released);
     }
-    for (const int32_t mark : state_.marks) mix_released(mark);
     for (const Plain& plain : state_.plain) {
       mix(plain.value);
       mix(plain.writer | uint64_t{plain.written} << 32);

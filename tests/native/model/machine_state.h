@@ -46,7 +46,6 @@ struct State {
   std::vector<Plain> plain;
   Words reads;  // when each thread has read each object
   std::vector<char> local;
-  std::vector<int32_t> marks;
   uint16_t pairs = 0;
 };
 struct Snapshot {

@@ -71,6 +71,19 @@ def shut_down_one_after_another() -> None:
     set_up_often(20)
 
 
+@case(devices=4)
+def some_processes_before_all() -> None:
+    """Processes that have met before, and ended their communicators, meet those that have not."""
+    if cases.takes_part(line(2)):
+        check_sum(1, world=2)
+    key_value_client().wait_at_barrier("some", 60_000)
+    jax.clear_caches()
+    jax_intranode.shutdown()  # does nothing in the other processes
+    before = jax_intranode.usage_counter()
+    check_sum(2)
+    assert jax_intranode.usage_counter() > before, "ours did not run"
+
+
 def resources() -> dict[str, int]:
     """What this process holds of the system."""
     return {

@@ -36,22 +36,7 @@ def sums() -> None:
     print("DONE", os.getpid(), flush=True)
 
 
-def sums_of_some_and_of_all() -> None:
-    if jax.process_index() < 2:
-        check_sum(1, world=2)
-    key_value_client().wait_at_barrier("summed", 60_000)
-    jax.clear_caches()
-    jax_intranode.shutdown()  # does nothing in the last process
-    sums()
-
-
 # The tests.
-
-
-def test_processes_with_other_communicators_before_meet(ranks: Callable[..., list[str]]) -> None:
-    need_ranks(3)
-    logs = ranks(sums_of_some_and_of_all, 3, env={"JAX_INTRANODE_TIMEOUT_S": "20"})
-    assert all("DONE" in log for log in logs)
 
 
 @pytest.mark.parametrize("rank", [0, full(1)])

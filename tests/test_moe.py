@@ -25,6 +25,8 @@ from models import experts
 import jax_intranode
 from jax_intranode._src.ops import fallback
 
+pytestmark = pytest.mark.one_version
+
 N, TOKENS, HIDDEN, TOP, EXPERTS = 2, 6, 8, 3, 4
 
 

@@ -21,6 +21,8 @@ from ragged_tables import program
 
 import jax_intranode
 
+pytestmark = pytest.mark.one_version
+
 # The example of lax's documentation.
 OPERAND = np.array([[1, 2, 2], [3, 4, 0]], np.int32)
 OUTPUT = np.zeros((2, 4), np.int32)

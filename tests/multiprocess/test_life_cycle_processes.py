@@ -17,6 +17,8 @@ import jax_intranode
 from jax_intranode._src.command_line.launcher.runs import RankError
 from jax_intranode._src.jax_private.distributed import key_value_client
 
+pytestmark = pytest.mark.one_version
+
 # In the ranks.
 
 

@@ -16,11 +16,11 @@ from jax.sharding import PartitionSpec as P
 import jax_intranode
 
 TABLE = Path(__file__).resolve().parent.parent / "docs" / "contract.md"
-# The quick tier leaves them out: those with a process each, what gradients do, too, dtypes whose
-# values the case "special_values" compares, and dtypes that lax has.
+# The quick tier leaves them out: those with a process each, what gradients and eager calls do, too,
+# dtypes whose values the case "special_values" compares, and what lax runs.
 FULL = (
     *("persistent-cache", "serialized-executable", "serialized-executable-after-initialize"),
-    *("jvp", "linearize", "jacobians", "parts-of-exotic-dtypes"),
+    *("jvp", "linearize", "jacobians", "parts-of-exotic-dtypes", "disabled-jit", "large-arrays"),
     *("parts-of-every-dtype", "permutes-of-every-dtype", "extremes-of-every-dtype"),
 )
 

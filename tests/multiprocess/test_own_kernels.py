@@ -318,6 +318,7 @@ def run_failures(library: str) -> None:
     os._exit(0)
 
 
+@pytest.mark.full
 def test_a_rank_that_does_not_call(ranks: Any, library: Path) -> None:
     need_ranks(2)
     log = ranks(run_failures, 2, arguments=[str(library)], env={"JAX_INTRANODE_TIMEOUT_S": "2"})[0]

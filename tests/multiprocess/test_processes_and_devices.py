@@ -13,7 +13,6 @@ import jax_intranode
 
 NAMES = (
     "every_dtype_and_count-bfloat16-one_shot",
-    "every_dtype_and_count-int32-two_shot",
     "contract_several-axes",
     "independent_calls_of_unequal_cost-4",
     "input_overwritten-psum",

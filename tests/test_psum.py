@@ -47,6 +47,8 @@ def is_quick(name: str) -> bool:
         return name.endswith("-3")
     if name.startswith("experts_of_random_routings-"):
         return name.endswith(("2-1", "2-4", "3-2", "8-0", "8-3"))
+    if name.startswith("experts_in_a_loop-"):
+        return name.endswith("-3")
     if name.startswith("random_permutes-"):
         return False
     if name.startswith("rewritten_program-"):

@@ -47,6 +47,7 @@ QUICK_OF_FOUR = QUICK | {
     "ragged_of_random_tables": ("4-3",),
     "ragged_of_tables_in_a_loop": (),
     "experts_of_random_routings": ("4-3",),
+    "experts_in_a_loop": (),
     "sums_on_two_nodes": ("shared_memory",),
 }
 

@@ -10,12 +10,9 @@ scheduling group), before an effect that depends on it, and when it would become
 operation. One operation of several permutes waits for all its sources.
 """
 
-import bisect
 from collections.abc import Sequence
 from functools import cached_property, partial
 from typing import Any
-
-from jax.extend.core import Var
 
 from jax_intranode._src import reasons
 from jax_intranode._src.jax_private import equation_kinds, jaxpr_walk, lax_collectives
@@ -23,7 +20,7 @@ from jax_intranode._src.operations import RECORDS
 from jax_intranode._src.ops import primitive
 from jax_intranode._src.rewrite import collectives
 from jax_intranode._src.rewrite.collectives import Body, Choice
-from jax_intranode._src.rewrite.waiting import Merging
+from jax_intranode._src.rewrite.waiting import Merging, Needs
 
 # Collectives of more bytes than this stay lax's if there are matmuls after them that need not wait
 # for them: XLA runs its own collectives next to these, and ours only before or after them.
@@ -109,44 +106,18 @@ class Overlap:
         """
         if not _on_gpus(self._body) or not _is_large(self._equations[position]):
             return False
-        heavy, needed_by_all = self._matmuls
-        index = bisect.bisect_left(heavy, start)
-        return index < len(heavy) and not needed_by_all[index] >> self._numbers[position] & 1
+        needs, bits = self._needs
+        return any(at >= start and not need & bits[position] for at, need in needs.heavy)
 
     @cached_property
-    def _numbers(self) -> dict[int, int]:
-        """The large collectives, by position: a number for each."""
-        large = (
-            position
-            for position, equation in enumerate(self._equations)
-            if lax_collectives.lax_collective(equation) is not None and _is_large(equation)
-        )
-        return {position: number for number, position in enumerate(large)}
-
-    @cached_property
-    def _matmuls(self) -> tuple[list[int], list[int]]:
-        """The positions of matmuls and loops, and which collectives it and all later ones need.
-
-        Bit k of a set is that of the collective with number k.
-        """
-        needs: dict[Any, int] = {}  # by variable
-        heavy, sets = [], []
-        numbers = self._numbers
+    def _needs(self) -> tuple[Needs, dict[int, int]]:
+        """What needs which large collectives, and the bits of these, by position."""
+        bits: dict[int, int] = {}
         for position, equation in enumerate(self._equations):
-            needed = 1 << numbers[position] if position in numbers else 0
-            if needs:
-                for v in equation.invars:
-                    if isinstance(v, Var) and v in needs:
-                        needed |= needs[v]
-            if needed:
-                for v in equation.outvars:
-                    needs[v] = needed
-            if is_heavy(equation):
-                heavy.append(position)
-                sets.append(needed)
-        for index in range(len(sets) - 2, -1, -1):
-            sets[index] &= sets[index + 1]
-        return heavy, sets
+            if lax_collectives.lax_collective(equation) is not None and _is_large(equation):
+                bits[position] = 2 << len(bits)
+        heavy = {position for position, each in enumerate(self._equations) if is_heavy(each)}
+        return Needs(self._equations, bits, heavy), bits
 
 
 def _is_large(equation: Any) -> bool:

@@ -1,6 +1,9 @@
-"""The order of rewritten equations: some wait for the result of an operation that runs later."""
+"""What equations need, and their order: some wait for an operation that runs later.
 
-from collections.abc import Callable, Collection, Hashable, Iterable
+Anything that has `invars` and `outvars` is an equation.
+"""
+
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping
 from typing import Any
 
 from jax.extend.core import Literal
@@ -10,8 +13,6 @@ _NONE: frozenset[Any] = frozenset()
 
 class Waiting:
     """Emits equations in their order, but for those that need an operation that has not run yet.
-
-    Anything that has `invars` and `outvars` is an equation.
 
     Attributes:
         emitted: the equations so far.
@@ -87,3 +88,30 @@ class Merging(Waiting):
         for key, group in [each for each in self.opened.items() if each[1] in groups]:
             if self.opened.pop(key, None) is not None:
                 self.run([group], self._run(group))
+
+
+class Needs:
+    """What the variables of a program need, as sets of bits: bit 0 is that of all heavy equations.
+
+    Attributes:
+        of: what each variable needs; those that need nothing are not there.
+        heavy: the positions of the heavy equations, and what their results need.
+        by_heavy: what is needed by any of them.
+    """
+
+    def __init__(self, equations: Iterable[Any], bits: Mapping[int, int], heavy: Collection[int]):
+        """Walks the equations; `bits` and `heavy` have positions."""
+        self.of: dict[Any, int] = {}
+        self.heavy: list[tuple[int, int]] = []
+        self.by_heavy = 0
+        for position, equation in enumerate(equations):
+            needed = own = bits.get(position, 0)
+            for v in equation.invars:
+                if not isinstance(v, Literal):
+                    needed |= self.of.get(v, 0)
+            if position in heavy:
+                self.by_heavy |= needed & ~own
+                needed |= 1
+                self.heavy.append((position, needed))
+            if needed:
+                self.of.update(dict.fromkeys(equation.outvars, needed))

@@ -267,8 +267,8 @@ def member_of(candidate: Candidate, gathered: Mapping[Any, Candidate]) -> Member
 
 
 @dataclass(frozen=True)
-class _Step:
-    """An operation of a block, with what it and all inside it use, for `Merging`."""
+class Step:
+    """An operation of a block, with what it and all inside it use, as an equation."""
 
     operation: Any
     invars: Collection[Any]
@@ -292,10 +292,10 @@ def replace(
     by_operation = {member.number: member for member in members}
     gone = {number(o) for member in members for o in member.replaced()} - by_operation.keys()
 
-    def run(group: Group) -> list[_Step]:
+    def run(group: Group) -> list[Step]:
         # A tail may use what was not there yet when its group began.
-        order.end(order.needed(_Step(None, [one.value for one in group.inputs()[0]], ())))
-        return [_Step(o, o.operands, o.results) for o in insert(group)]
+        order.end(order.needed(Step(None, [one.value for one in group.inputs()[0]], ())))
+        return [Step(o, o.operands, o.results) for o in insert(group)]
 
     order = Merging(run)
     for operation in operations(block):
@@ -305,9 +305,9 @@ def replace(
         if member is None:
             if operation.name in FENCES:
                 order.end(order.opened.values())
-            order.emit(_Step(operation, operands(operation), operation.results))
+            order.emit(Step(operation, operands(operation), operation.results))
             continue
-        step = _Step(operation, [one.value for one in member.inputs], member.outputs())
+        step = Step(operation, [one.value for one in member.inputs], member.outputs())
         nbytes = 0 if member.gathered() else member.nbytes(sizes)
 
         def fits(group: Group, nbytes: int = nbytes) -> bool:

@@ -13,9 +13,10 @@ from jax.extend.mlir import ir
 
 from jax_intranode._src import reasons
 from jax_intranode._src.rewrite import sums
-from jax_intranode._src.rewrite.auto.groups import Input, Member
+from jax_intranode._src.rewrite.auto.groups import Member, Step
 from jax_intranode._src.rewrite.auto.modules import number, operands, operations, owner, walk
 from jax_intranode._src.rewrite.auto.program import Program
+from jax_intranode._src.rewrite.waiting import Needs
 
 _HEAVY = frozenset(
     f"stablehlo.{name}" for name in ("dot_general", "convolution", "dot", "while", "custom_call")
@@ -26,21 +27,23 @@ _OF_PARTS = frozenset({"stablehlo.slice", "stablehlo.dynamic_slice"})
 
 def overlapped(members: Sequence[Member], block: Any, sizes: Mapping[str, int]) -> dict[int, str]:
     """Why some members of a block are left, by the numbers of their operations."""
-    needs = _Needs(members, block)
+    needs, bits = _needs(members, block)
+    places = {number(operation): place for place, operation in enumerate(operations(block))}
 
     def begins(member: Member) -> int:
         """Where it can begin: a gather behind its operand, a sum behind its operation."""
         makers = [owner(one.value) for one in member.gathered()]
-        own, places = needs.places[member.number], needs.places
-        return min([own, *(places.get(number(m), -1) if m else -1 for m in makers)])
+        return min(
+            [places[member.number], *(places.get(number(m), -1) if m else -1 for m in makers)]
+        )
 
     combined: dict[Any, list[Member]] = {}
     for member in members:
         gathered = member.gathered()
         key: Any = member.number
-        if gathered and not any(map(needs.matmul, gathered)):
+        if gathered and not any(needs.of.get(one.value, 0) & 1 for one in gathered):
             key = "gathers", frozenset(a for one in gathered for _, of in one.gathers for a in of)
-        elif not gathered and not needs.by_matmuls & needs.bits[member.number]:
+        elif not gathered and not needs.by_heavy & bits[member.number]:
             key = "sums", frozenset(member.plan.axes)
         combined.setdefault(key, []).append(member)
     left: dict[int, str] = {}
@@ -48,8 +51,8 @@ def overlapped(members: Sequence[Member], block: Any, sizes: Mapping[str, int]) 
         if sum(member.nbytes(sizes) for member in together) <= sums.OVERLAPPED_BYTES:
             continue
         for member in together:
-            start, own = begins(member), member.number
-            if any(at > start and not mask & needs.bits[own] for at, mask in needs.heavy):
+            start, own = begins(member), bits[member.number]
+            if any(at > start and not need & own for at, need in needs.heavy):
                 reason = reasons.OVERLAPS_SEVERAL if len(together) > 1 else reasons.OVERLAPS
                 left |= {m.number: reason for m in together}
                 break
@@ -62,47 +65,22 @@ def at_the_ends(members: Sequence[Member], block: Any) -> set[int]:
     Such are the gathers of FSDP's parameters and the sums of gradients, which XLA can run next to
     any matmul before or after.
     """
-    needs = _Needs(members, block)
+    needs, bits = _needs(members, block)
     return {
         m.number
         for m in members
-        if not all(map(needs.matmul, m.gathered()))
-        or (m.plan.sums and not needs.by_matmuls & needs.bits[m.number])
+        if not all(needs.of.get(one.value, 0) & 1 for one in m.gathered())
+        or (m.plan.sums and not needs.by_heavy & bits[m.number])
     }
 
 
-class _Needs:
-    """What the values of a block need: bit 0 says a matmul, the others are those of members.
-
-    Attributes:
-        bits: those of the members, by the numbers of their operations.
-        places: the places of all operations in the block, by their numbers.
-        heavy: the matmuls and loops: their places, and what their results need.
-        by_matmuls: what is needed by any of them.
-    """
-
-    def __init__(self, members: Sequence[Member], block: Any):
-        self.bits = {m.number: 2 << i for i, m in enumerate(members)}
-        self.places: dict[int, int] = {}
-        self.heavy: list[tuple[int, int]] = []
-        self.by_matmuls = 0
-        self._of_values: dict[Any, int] = {}
-        for place, operation in enumerate(operations(block)):
-            each = number(operation)
-            self.places[each] = place
-            mask = self.bits.get(each, 0)
-            for value in operands(operation):
-                mask |= self._of_values.get(value, 0)
-            if _is_heavy(operation):
-                self.by_matmuls |= mask & ~self.bits.get(each, 0)
-                mask |= 1
-                self.heavy.append((place, mask))
-            if mask:
-                self._of_values.update(dict.fromkeys(operation.results, mask))
-
-    def matmul(self, gathered: Input) -> int:
-        """Whether an input needs a matmul."""
-        return self._of_values.get(gathered.value, 0) & 1
+def _needs(members: Sequence[Member], block: Any) -> tuple[Needs, dict[int, int]]:
+    """What needs matmuls and loops, and which members, whose bits are by their numbers."""
+    bits = {member.number: 2 << i for i, member in enumerate(members)}
+    steps = [Step(o, operands(o), o.results) for o in operations(block)]
+    of_steps = [bits.get(number(step.operation), 0) for step in steps]
+    heavy = {place for place, step in enumerate(steps) if _is_heavy(step.operation)}
+    return Needs(steps, dict(enumerate(of_steps)), heavy), bits
 
 
 def permutes(block: Any, program: Program) -> int:

@@ -16,7 +16,7 @@ from jax_intranode._src.operations import NORM, RECORDS, of_kind
 from jax_intranode._src.ops import norm_rules
 from jax_intranode._src.ops.lowering_site import LoweringSite
 from jax_intranode._src.rewrite import rows
-from jax_intranode._src.rewrite.collectives import Body, fusible_collective
+from jax_intranode._src.rewrite.collectives import Body, fusible_collective, is_sum
 from jax_intranode._src.rewrite.dataflow import Dataflow
 from jax_intranode._src.rewrite.fusion import FARTHEST, Accepted, Replacement
 from jax_intranode._src.selection import select
@@ -30,7 +30,11 @@ def rewrite(equations: Sequence[Any], results: Sequence[Any], body: Body) -> Seq
     accepted: Accepted | None = None
     for position, equation in enumerate(equations):
         collective = fusible_collective(equation, body)
-        if collective is None or not may_be_normed(equation.invars[0].aval, collective, body.site):
+        if collective is None or not is_sum(collective):
+            continue
+        dimension = _scattered(collective)
+        of = equation.invars[0].aval, collective.axes, dimension, collective.size
+        if (dimension is not None and not collective.tiled) or not may_be_normed(*of, body.site):
             continue
         flow = flow or Dataflow(equations, results)
         accepted = accepted or Accepted(flow)
@@ -41,31 +45,26 @@ def rewrite(equations: Sequence[Any], results: Sequence[Any], body: Body) -> Seq
     return equations if accepted is None else accepted.equations()
 
 
-def may_be_normed(x: Any, collective: lax_collectives.LaxCollective, site: LoweringSite) -> bool:
-    """Whether a sum of x is one of rows that our kernels take, and is faster with some norm."""
-    of_sum = [record for record in of_kind(NORM) if record.collective == collective.operation]
-    if not of_sum or x.ndim < 1:
-        return False
-    scatters = RECORDS[collective.operation].divides
-    if scatters and (not collective.tiled or collective.dimension == x.ndim - 1):
+def may_be_normed(
+    x: Any, axes: tuple[str, ...], dimension: int | None, size: int, site: LoweringSite
+) -> bool:
+    """Whether a sum of x is one of rows that our kernels take, and is faster with some norm.
+
+    `dimension` is the one that the sum is scattered along, if it is.
+    """
+    name = "psum" if dimension is None else "psum_scatter"
+    of_sum = [record for record in of_kind(NORM) if record.collective == name]
+    if x.ndim < 1 or dimension == x.ndim - 1:
         return False
     if select.unsupported_norm(of_sum[0].name, x.dtype.name, x.shape[-1]) is not None:
         return False
     kinds = [record.norm or "" for record in of_sum]
-    candidates = (_params(rows.Norm(kind, 0.0, None, 0.0, None), collective) for kind in kinds)
+    candidates = (norm_rules.NormParams(axes, k, 0.0, 0.0, dimension, size, False) for k in kinds)
     return any(norm_rules.is_faster(site, x, params) for params in candidates)
 
 
-def _params(norm: rows.Norm, collective: lax_collectives.LaxCollective) -> norm_rules.NormParams:
-    return norm_rules.NormParams(
-        collective.axes,
-        norm.kind,
-        norm.eps,
-        norm.weight_offset,
-        collective.dimension if RECORDS[collective.operation].divides else None,
-        collective.size,
-        invariant=collective.invariant,
-    )
+def _scattered(collective: lax_collectives.LaxCollective) -> int | None:
+    return collective.dimension if RECORDS[collective.operation].divides else None
 
 
 def _replacement(
@@ -92,7 +91,10 @@ def _replacement(
         parameters = [norm.weight, *([] if norm.bias is None else [norm.bias])]
         operands = (like.invars[0], others[0], *parameters)
         replaced = Replacement(flow, position, operands, (result, h), removed, frozenset())
-        params = _params(norm, collective)
+        params = norm_rules.NormParams(
+            *(collective.axes, norm.kind, norm.eps, norm.weight_offset),
+            *(_scattered(collective), collective.size, collective.invariant),
+        )
         if (
             replaced.last - replaced.first > FARTHEST
             or replaced.feeds(replaced)

@@ -24,7 +24,7 @@ from jax.extend.mlir import ir
 from jax_intranode._src import reasons
 from jax_intranode._src.group import rendezvous
 from jax_intranode._src.health import failures
-from jax_intranode._src.jax_private import lax_collectives, lowering_hooks, trace_state
+from jax_intranode._src.jax_private import lowering_hooks, trace_state
 from jax_intranode._src.jax_private.mlir_text import same_in_all_processes, source_of
 from jax_intranode._src.ops import fallback
 from jax_intranode._src.ops.lowering_site import LoweringSite
@@ -547,19 +547,8 @@ class _Rewriting:
         ]
         if dimension is not None:
             shape[dimension] *= ranks
-        collective = lax_collectives.LaxCollective(
-            operation="psum" if dimension is None else "psum_scatter",
-            axes=axes,
-            over_vmap=False,
-            index_groups=None,
-            invariant=False,
-            dimension=dimension or 0,
-            tiled=True,
-            size=ranks,
-            concat=0,
-        )
         x = jax.ShapeDtypeStruct(shape, member.candidate.avals[0].dtype)
-        if not norms.may_be_normed(x, collective, self._site):
+        if not norms.may_be_normed(x, axes, dimension, ranks, self._site):
             return member
         all_of_block = operations(block)
         start = [number(operation) for operation in all_of_block].index(member.number)

@@ -1,13 +1,10 @@
 """Issues collectives that do not depend on each other as one operation, as XLA's combiner does.
 
 Sums are merged with sums, maxima with maxima, and permutes with permutes, where axes and dtypes are
-the same. The equations are walked in order. A collective joins the open bucket of its kind.
-Equations that need a collective that is not issued yet wait; others are emitted. A bucket is
-issued, and what waited for it emitted, when another collective needs one of its results: so all
-members of a bucket are independent, and no two buckets can wait for each other. It is also issued
-at a fence (an optimization barrier, or an equation that the program has placed on the host or in a
-scheduling group), before an effect that depends on it, and when it would become too large for one
-operation. One operation of several permutes waits for all its sources.
+the same: see `waiting.Merging`. A bucket is also issued at a fence (an optimization barrier, or an
+equation that the program has placed on the host or in a scheduling group), before an effect that
+depends on it, and when it would become too large for one operation. One operation of several
+permutes waits for all its sources.
 """
 
 from collections.abc import Sequence

@@ -3,9 +3,8 @@
 Operations that do not need each other share a shard_map where this merges their communication.
 Such are operations that use the same gathered array, and sums over the same axes, up to a size.
 
-The operations of a block are walked in order. One that becomes part of a shard_map joins the open
-group of its kind, and what needs its result waits. A group ends, and what has waited for it
-follows, when one of its kind needs a result of it, at a fence, and when it would become too large.
+They are put together by `waiting.Merging`; a group also ends at a fence, and when it would become
+too large.
 """
 
 import dataclasses

@@ -116,11 +116,11 @@ def test_a_gather_before_a_product_of_arrays() -> None:
     assert after["jax_intranode_all_gather"] == 1
 
 
-def gated_step() -> tuple[Any, ...]:
+def gated_step(batch: int = 2) -> tuple[Any, ...]:
     """The gradients of a sequence-parallel layer behind a norm's weight, and their arguments."""
     mesh = two_axes()
     before = put(mesh, normal(5, 16, 16))
-    x = put(mesh, normal(2, 2, 8, 16), "data", "model")
+    x = put(mesh, normal(2, batch, 8, 16), "data", "model")
     p = weights(mesh, *TENSOR_PARALLEL) | {"gate": put(mesh, normal(4, 16, 32), None, "model")}
     scale = put(mesh, normal(3, 16))
 
@@ -133,10 +133,12 @@ def gated_step() -> tuple[Any, ...]:
     return jax.grad(loss, argnums=(0, 1, 2)), p, x, scale
 
 
-def test_gathers_and_sums_next_to_matmuls(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A gather behind a norm's weight, a sum of which all take a part, and shared ones."""
+@pytest.mark.parametrize("batch", [2, 8])
+def test_gathers_and_sums_next_to_matmuls(batch: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A gather behind a norm's weight, a large sum of which all take a part, and shared ones."""
     monkeypatch.setattr(rewriting, "moves_on_cpus", True)
-    f, *args = gated_step()
+    monkeypatch.setattr(sums, "OVERLAPPED_BYTES", 0)
+    f, *args = gated_step(batch)
     before, after = check(f, *args)
     assert of_xla(before) > 4 and of_xla(after) == 0
     # Forward for both matmuls and backward for the input and the weight gradient.
@@ -146,7 +148,8 @@ def test_gathers_and_sums_next_to_matmuls(monkeypatch: pytest.MonkeyPatch) -> No
     with jax_intranode.accelerate(auto=True):
         calls = jax_intranode.explain(f)(*args)
     sent = [c.shapes for c in calls if c.operation in ("all_gather", "psum_scatter")]
-    assert sorted(sent) == [((1, 8 // (N // 2), 16),)] * 2 + [((1, 8, 16),)] * 2
+    n = batch // 2
+    assert sorted(sent) == [((n, 8 // (N // 2), 16),)] * 2 + [((n, 8, 16),)] * 2
 
 
 def test_moves_that_xla_would_undo(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,9 +2,9 @@
 
 Propagation shards elementwise operations as their users need them. So a gather may come before a
 product with a norm's weight, not before the matmul after that, and a sum may be whole although each
-user takes a part of it. Here a gather moves behind elementwise operations, and a sum whose users
-take the same part of it is scattered. A gather that a matmul and weight gradients need becomes one.
-And rows that all devices compute alike behind large sums are divided among them.
+user takes a part of it. Here a gather moves behind elementwise operations. A gather that a matmul
+and weight gradients need becomes one. And rows that all devices compute alike behind large sums are
+divided among them: in the way in which users of a sum take their parts, if any do.
 """
 
 import math
@@ -44,9 +44,6 @@ _MANY = 8
 
 def move(program: Program) -> int:
     """Moves what it can in a program after propagation; how many sums it divided by rows."""
-    for operation in program.all():
-        if operation.name in _DOTS:
-            _scatter(operation, program)
     divided = _Division(program).apply()
     _drop(program)
     for operation in program.all():
@@ -89,7 +86,11 @@ class _Division:
         self._whole: list[tuple[Any, int]] = []  # the operations and operands that need all rows
         self._sums = self._summed = 0  # how many are divided, and their elements
         self._added = 0  # the elements of the sums that dividing adds
-        for operation in program.all():
+        self._taken: dict[Any, Spec] = {}  # the parts that users take of values, if of any
+        operations = program.all()
+        for operation in reversed(operations):
+            self._take(operation)
+        for operation in operations:
             if operation.name == "stablehlo.optimization_barrier":
                 pairs = zip(operation.operands, operation.results, strict=True)
                 of_both = [(self._parts.get(value), result) for value, result in pairs]
@@ -154,13 +155,24 @@ class _Division:
             return None
         if of.size * of.dtype.itemsize <= sums.OVERLAPPED_BYTES:
             return None
-        for dimension in range(of.ndim - 1):  # the last one is no dimension of rows
-            part = _divided(spec, dimension, axes)
+        # The last one is no dimension of rows.
+        parts = [_divided(spec, dimension, axes) for dimension in range(of.ndim - 1)]
+        for part in sorted(parts, key=lambda part: part != self._taken.get(dot.results[0])):
             if local_size(of.shape, part, dict(self._program.mesh.shape)) is not None:
                 self._sums += 1
                 self._summed += of.size
                 return part
         return None
+
+    def _take(self, operation: Any) -> None:
+        """Remembers which part of its operands an operation takes, or those that use its result."""
+        spec = self._program.spec(operation.results[0]) if operation.results else None
+        if spec is not None and operation.name in _LOCAL:
+            is_added = number(operation) in self._program.added
+            part = spec if is_added else self._taken.get(operation.results[0])
+            for value in operation.operands if part else ():
+                if _finer(part, self._program.spec(value)):
+                    self._taken.setdefault(value, part)
 
     def _of_user(self, operation: Any) -> Spec | None:
         """How the result of an operation is divided that uses divided rows; None if it is not."""
@@ -246,41 +258,6 @@ def _summed(dot: Any, program: Program) -> tuple[str, ...]:
     contracting, _ = dot_dimensions(dot)
     spec = program.spec(dot.operands[0])
     return tuple(a for i in contracting[0] for a in (spec[i] if spec else ()))
-
-
-def _scatter(dot: Any, program: Program) -> None:
-    """Scatters the sum of a dot if all of its users take the same part of it."""
-    summed = {*_summed(dot, program)}
-    before = program.spec(dot.results[0])
-    parts: set[Spec] = set()
-    nodes: list[Any] = []
-    if not summed or before is None or not _users(dot.results[0], before, parts, nodes, program):
-        return
-    if len(parts) != 1:
-        return
-    (part,) = parts
-    new = [a for p, w in zip(part, before, strict=True) for a in p[len(w) :]]
-    if _finer(part, before) and set(new) == summed:
-        for node in (dot, *nodes):
-            program.set_spec(node.results[0], part)
-        for node in nodes:
-            if node.name not in RESHARDS:
-                program.add_reshards(node, [part] * len(node.operands))
-
-
-def _users(value: Any, spec: Spec, parts: set[Spec], nodes: list[Any], program: Program) -> bool:
-    """Whether all users, behind elementwise operations, take a part; `parts` gets which."""
-    for use in value.uses:
-        user = use.owner.operation
-        if user.name in RESHARDS and number(user) in program.added:
-            parts.add(program.spec(user.results[0]) or ())
-        elif user.name not in _LOCAL or program.spec(user.results[0]) != spec:
-            return False
-        elif user not in nodes:
-            nodes.append(user)
-            if not _users(user.results[0], spec, parts, nodes, program):
-                return False
-    return bool(parts)
 
 
 # Gathers.

@@ -267,8 +267,9 @@ def test_a_sum_that_is_needed_whole(other: bool, monkeypatch: pytest.MonkeyPatch
 
 @pytest.mark.parametrize("several", [False, True])
 def test_sums_whose_parts_are_taken(several: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Both sums in a product are scattered; not one that is taken over another axis, too."""
+    """Both large sums in a product are scattered; not a small one that is taken over both axes."""
     monkeypatch.setattr(rewriting, "moves_on_cpus", True)
+    monkeypatch.setattr(sums, "OVERLAPPED_BYTES", 0 if several else 1 << 20)
     mesh = two_axes()
     p, x = tensor_parallel()
     z = put(mesh, normal(6, 8, 16), EVERY)

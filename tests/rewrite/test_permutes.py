@@ -168,5 +168,5 @@ def test_a_permute_that_xla_can_overlap_stays(monkeypatch: pytest.MonkeyPatch) -
         ):
             _, after, found = rewritten(mapped(body), operand)
             assert names(after) == (["ppermute"] if left else ["intranode_ppermute"])
-            reasons = [d.reason for d in found.decisions]
+            reasons = [why for _, why in found.decisions.values()]
             assert reasons == (["XLA can overlap it with the matmuls after it"] if left else [None])

@@ -148,7 +148,7 @@ class _Rewriting:
         """Rewrites the body as lowering does."""
         self.jaxpr, self._body = rewrite_shard_map(site, params, computed)
         # By identity: the body keeps the equations.
-        self._reasons = {id(d.equation): d.reason for d in self._body.decisions}
+        self._reasons = {key: why for key, (_, why) in self._body.decisions.items()}
         self._own: set[int] = set()
         self._replaced: dict[Any, Any] = {}
         body = jaxpr_walk.body_of_shard_map(params)

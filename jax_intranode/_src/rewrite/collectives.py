@@ -26,19 +26,6 @@ from jax_intranode._src.ops.primitive import BY_OPERATION, OpPrimitive
 from jax_intranode._src.rewrite import agreement, mode
 
 
-@dataclass(frozen=True)
-class Decision:
-    """What became of a collective of lax.
-
-    Attributes:
-        equation: the equation.
-        reason: why it was left; None if it was replaced.
-    """
-
-    equation: Any
-    reason: str | None
-
-
 class Body:
     """What all equations of a body have in common.
 
@@ -47,8 +34,8 @@ class Body:
         params: the parameters of the shard_map equation.
         reason: why all collectives are left; None if they may be replaced.
         computed: the `dataflow.computed_arguments` of its jaxprs.
-        decisions: what became of each collective, in order; those of a jaxpr that several equations
-            run are there once.
+        decisions: each collective, and why it was left; None if it was replaced. In order, by the
+            identity of the equation; those of a jaxpr that several equations run are there once.
     """
 
     def __init__(
@@ -63,7 +50,7 @@ class Body:
         self.reason = reason
         self.computed = computed
         self.in_loop = trace_state.in_loop()  # whether the equations at hand are in a loop's body
-        self.decisions: list[Decision] = []
+        self.decisions: dict[int, tuple[Any, str | None]] = {}
         # Why the selection leaves a choice to lax, by the choice and the types of its operands.
         self.selected: dict[Any, str | None] = {}
 
@@ -73,21 +60,15 @@ class Body:
 
     def taken(self) -> int:
         """How many collectives were replaced."""
-        return sum(decision.reason is None for decision in self.decisions)
+        return sum(reason is None for _, reason in self.decisions.values())
 
     def left(self) -> int:
         """How many collectives were left."""
         return len(self.decisions) - self.taken()
 
     def decide(self, equation: Any, reason: str | None) -> None:
-        """Records what became of a collective."""
-        self.decisions.append(Decision(equation, reason))
-
-    def leave(self, equation: Any, reason: str) -> None:
-        """Replaces the decision to replace a collective."""
-        for index, decision in enumerate(self.decisions):
-            if decision.equation is equation:
-                self.decisions[index] = Decision(equation, reason)
+        """Records what becomes of a collective, also if it was decided otherwise before."""
+        self.decisions[id(equation)] = equation, reason
 
     def log(self, left_to: str) -> None:
         """Logs each collective that was left, to what, and why."""
@@ -102,9 +83,9 @@ class Body:
     def _all_left(self) -> list[tuple[str, str, str]]:
         """The operation, the call site and the reason of each collective that was left."""
         return [
-            (*_operation_and_site(decision.equation), decision.reason)
-            for decision in self.decisions
-            if decision.reason is not None
+            (*_operation_and_site(equation), reason)
+            for equation, reason in self.decisions.values()
+            if reason is not None
         ]
 
 

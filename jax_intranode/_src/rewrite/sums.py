@@ -34,7 +34,7 @@ def issue(equations: Sequence[Any], choices: dict[int, Choice], body: Body) -> l
     for position, equation in enumerate(equations):
         choice = choices.get(id(equation))
         if choice is not None and overlap.has_matmul(position, position + 1):
-            body.leave(equation, reasons.OVERLAPS)
+            body.decide(equation, reasons.OVERLAPS)
         elif choice is not None and RECORDS[choice.primitive.operation].takes_many:
             dtype = equation.invars[0].aval.dtype
             key = choice.primitive, choice.params.family, dtype, id(equation.ctx)

@@ -108,10 +108,9 @@ class Bodies:
         primitives = [e.primitive for e in jaxpr_walk.equations(rewritten)]
         has_norm = any(primitive in _NORMS for primitive in primitives)
         overlapped = sum(primitive in _OVERLAPPED for primitive in primitives)
-        left = [decision for decision in record.decisions if decision.reason is not None]
-        left.sort(key=lambda decision: not reasons.is_missed(decision.reason))
+        left = [reason for _, reason in record.decisions.values() if reason is not None]
         if left:
-            return Judged(jaxpr, traced, left[0].reason, False)
+            return Judged(jaxpr, traced, max(left, key=reasons.is_missed), False)
         nothing = None if record.decisions else reasons.NO_COLLECTIVE
         overlaps = 0 < overlapped == len(record.decisions)
         return Judged(jaxpr, traced, nothing, has_norm, overlaps)

@@ -170,8 +170,8 @@ class _Division:
         if spec is not None and operation.name in _LOCAL:
             is_added = number(operation) in self._program.added
             part = spec if is_added else self._taken.get(operation.results[0])
-            for value in operation.operands if part else ():
-                if _finer(part, self._program.spec(value)):
+            for value in operation.operands:
+                if part and _finer(part, self._program.spec(value)):
                     self._taken.setdefault(value, part)
 
     def _of_user(self, operation: Any) -> Spec | None:

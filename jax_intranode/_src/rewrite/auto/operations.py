@@ -186,9 +186,8 @@ def _collective(operation: Any, program: Program) -> Candidate:
         kind = Kind(name, key, labels, compute, 1, reason or "", axes or (), collective)
         return Candidate(operation, kind, values, avals, plan, reason)
 
-    names = {"all_gather": ["all_gather_dim"], "reduce_scatter": ["scatter_dimension"]}
-    names["all_to_all"] = ["split_dimension", "concat_dimension"]
-    dimensions = [integer(attributes[of]) for of in names.get(name, [])]
+    names = "all_gather_dim", "scatter_dimension", "split_dimension", "concat_dimension"
+    dimensions = [integer(attributes[of]) for of in names if of in attributes]
     spec, after = program.spec(values[0]), program.spec(operation.results[0])
     if axes is None:
         return planned(None, reasons.GROUPS_OF_NO_AXES)

@@ -19,21 +19,16 @@ from jax_intranode._src.rewrite.auto.program import Program
 # A norm has about ten operations; others may stand between.
 _FARTHEST = 200
 
-# What jax.lax calls the operations of a norm.
+# What jax.lax calls the operations of a norm that have other names there.
 _NAMES = {
-    "stablehlo.add": "add",
-    "stablehlo.broadcast_in_dim": "broadcast_in_dim",
-    "stablehlo.convert": "convert_element_type",
-    "stablehlo.divide": "div",
-    "stablehlo.maximum": "max",
-    "stablehlo.multiply": "mul",
-    "stablehlo.negate": "neg",
-    "stablehlo.power": "pow",
-    "stablehlo.reduce": "reduce_sum",
-    "stablehlo.reshape": "reshape",
-    "stablehlo.rsqrt": "rsqrt",
-    "stablehlo.sqrt": "sqrt",
-    "stablehlo.subtract": "sub",
+    "convert": "convert_element_type",
+    "divide": "div",
+    "maximum": "max",
+    "multiply": "mul",
+    "negate": "neg",
+    "power": "pow",
+    "reduce": "reduce_sum",
+    "subtract": "sub",
 }
 
 
@@ -93,9 +88,9 @@ class _Reader(rows.Reader):
 
     def operation(self, operation: Any, steps: int = rows.MOST_STEPS) -> rows.Rows | None:
         """The result of an operation; None if it is not known."""
-        name, how = _NAMES.get(operation.name), None
-        count = len(operation.operands)
-        if name is None or len(operation.results) > 1:
+        name, how = operation.name.removeprefix("stablehlo."), None
+        name, count = _NAMES.get(name, name), len(operation.operands)
+        if len(operation.results) != 1 or not count:
             return None
         if name == "broadcast_in_dim":
             how = tuple(ir.DenseI64ArrayAttr(operation.attributes["broadcast_dimensions"]))

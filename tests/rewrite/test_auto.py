@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import logging
 import re
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -1194,6 +1195,24 @@ def test_a_norm_behind_a_sum(norm: Any, is_divided: bool, norms_are_fused: None)
 
 
 # The parts.
+
+
+@pytest.mark.parametrize("loads", [False, True])
+def test_operations_alone_without_kernels(loads: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Devices that load nothing show the same collectives; if they can't, those of the mesh do."""
+    monkeypatch.setattr(partitioner, "_SLOW_KERNELS", {"cpu"})
+    monkeypatch.setattr(partitioner, "_known", {})
+    monkeypatch.setattr(partitioner, "_targets", functools.cache(partitioner._targets.__wrapped__))
+    if loads:
+        these = SimpleNamespace(devices=jax.devices())
+        of = partitioner.topologies.TopologyDescription
+        monkeypatch.setattr(of, "deserialize", lambda _: these, raising=False)
+    before, after = check(mlp, *tensor_parallel())
+    assert of_xla(before) > 0 and of_xla(after) == 0
+    targets = [target for target, _ in partitioner._targets(two_axes())]
+    assert targets[-1] == two_axes()
+    if jax.__version_info__ >= (0, 12):
+        assert len(targets) == 2 and (targets[0] == targets[1]) == loads
 
 
 @pytest.mark.parametrize(

@@ -122,17 +122,13 @@ class _Sum:
 
     def candidates(self, summands: Sequence[_Summand]) -> Iterator[Fusion]:
         """What it and these matmuls may become, the best first."""
-        for side in self._sides(summands[0]):
-            yield from self._with_rows(summands, side)
-
-    def _sides(self, summand: _Summand) -> list[int]:
-        """The operands whose free dimensions may be the rows, the better one first."""
 
         def cost(side: int) -> bool:
-            x, _ = self._operands(summand.matmul, side)
+            x, _ = self._operands(summands[0].matmul, side)
             return not views.in_order(x.free, x.contracted)
 
-        return sorted((0, 1), key=cost)
+        for side in sorted((0, 1), key=cost):
+            yield from self._with_rows(summands, side)
 
     def _operands(self, matmul: Matmul, side: int) -> tuple[Factored, Factored]:
         """Operand `side` and the other one, as matrices."""

@@ -7,6 +7,7 @@
 - partitioner.py: which of them XLA takes, from compiling the operation alone;
 - kinds.py: what operations compute;
 - operations.py: the operations of a program that communicate, each with its plan;
+- moved.py: gathers and sums move next to the matmuls that they overlap with;
 - tails.py: what follows a sum up to a norm, which becomes part of its shard_map;
 - overlap.py: which of them stay with XLA, because it overlaps them;
 - groups.py: operations become shard_maps;

@@ -4,12 +4,15 @@ XLA's rules depend on sizes and have no interface. So each different operation i
 shardings that it has in the program, once per process.
 """
 
+import contextlib
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 from jax import lax
+from jax.experimental import topologies
 from jax.sharding import NamedSharding
 
 from jax_intranode._src import reasons
@@ -25,6 +28,10 @@ _OPTIONS: dict[str, Any] = {
         "xla_gpu_enable_triton_gemm": False,
     },
 }
+
+# Where making kernels takes most of the time: 0.2 s for a reduction. XLA stops before, where it
+# compiles for devices that load nothing. These stand for the devices of the mesh.
+_SLOW_KERNELS = {"gpu"}
 
 _known: dict[Any, tuple[Collective, ...] | str] = {}
 
@@ -61,20 +68,22 @@ def _compiled(
     result: Spec,
     mesh: jax.sharding.Mesh,
 ) -> tuple[Collective, ...] | str:
-    after = NamedSharding(mesh, partition_spec(result))
-    jitted = jax.jit(
-        # Or the operation would make another part of the result, which XLA would reshard behind it.
-        lambda *arrays: lax.with_sharding_constraint(local(*arrays), after),
-        in_shardings=tuple(NamedSharding(mesh, partition_spec(of)) for of in operands),
-        out_shardings=after,
-    )
-    platform = mesh.devices.flat[0].platform
-    try:
-        with trace_state.without_mesh():
-            lowered = jitted.lower(*avals)
-            text = lowered.compile(_OPTIONS.get(platform)).as_text() or ""
-    except (jax.errors.JaxRuntimeError, ValueError, TypeError) as error:
-        return reasons.NOT_COMPILED_ALONE.of(error=str(error).splitlines()[0][:100])
+    for target, options in _targets(mesh):
+        after = NamedSharding(target, partition_spec(result))
+        jitted = jax.jit(
+            # Or it would make another part of the result, which XLA would reshard behind it.
+            lambda *arrays, after=after: lax.with_sharding_constraint(local(*arrays), after),
+            in_shardings=tuple(NamedSharding(target, partition_spec(of)) for of in operands),
+            out_shardings=after,
+        )
+        try:
+            with trace_state.without_mesh():
+                text = jitted.lower(*avals).compile(options).as_text() or ""
+            break
+        except (jax.errors.JaxRuntimeError, ValueError, TypeError) as error:
+            why = str(error).splitlines()[0][:100]
+    else:
+        return reasons.NOT_COMPILED_ALONE.of(error=why)
     # The devices of this program are numbered in the order of its mesh.
     positions = np.arange(mesh.size).reshape(mesh.devices.shape)
     leaves = hlo.leaves_of(text, mesh.size)
@@ -88,6 +97,22 @@ def _compiled(
             return reasons.UNKNOWN_GROUPS.of(kind=leaf.kind, groups=groups)
         found.append((leaf.kind, axes, int(np.prod(leaf.shape, dtype=np.int64))))
     return tuple(found)
+
+
+@functools.lru_cache(64)
+def _targets(mesh: jax.sharding.Mesh) -> list[tuple[jax.sharding.Mesh, dict[str, Any]]]:
+    """The meshes that an operation may be compiled for, the best first, with XLA's options."""
+    platform = mesh.devices.flat[0].platform
+    options = _OPTIONS.get(platform, {})
+    found = [(mesh, options)]
+    if platform in _SLOW_KERNELS:
+        with contextlib.suppress(AttributeError, ValueError, RuntimeError):  # before jax 0.12
+            topology = topologies.TopologyDescription([*mesh.devices.flat]).serialize()
+            others = topologies.TopologyDescription.deserialize(topology).devices
+            devices = np.array(others[: mesh.size], dtype=object).reshape(mesh.devices.shape)
+            like = jax.sharding.Mesh(devices, mesh.axis_names, axis_types=mesh.axis_types)
+            found.insert(0, (like, options | {"xla_early_exit_with_layouts": True}))
+    return found
 
 
 def axes_of_groups(

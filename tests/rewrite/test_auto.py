@@ -384,6 +384,32 @@ def test_a_branch_with_sums_of_two_arrays(caplog: pytest.LogCaptureFixture) -> N
     assert not [r for r in caplog.records if r.levelname == "WARNING"]  # nothing has failed
 
 
+@pytest.mark.parametrize(
+    ("case", "gathers"), [("together", 1), ("large", 3), ("types", 2), ("needed", 2), ("axes", 2)]
+)
+def test_small_gathers_are_one(case: str, gathers: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gathers of vectors, and of small matrices along rows, that do not need each other."""
+    mesh = two_axes()
+    over = "data" if case == "axes" else "model"
+    x, y, z = (
+        put(mesh, normal(3, *n), a) for n, a in (((16,), "model"), ((8, 4), "model"), ((32,), over))
+    )
+    if case == "large":
+        monkeypatch.setattr(groups, "VECTOR_BYTES", 127)
+
+    def whole(v: Any, axis: str = "model") -> Any:
+        return constrained(mesh, constrained(mesh, jnp.sin(v), axis))
+
+    def f(x: Any, y: Any, z: Any) -> Any:
+        x = whole(x)
+        z = z.astype(jnp.bfloat16) if case == "types" else z * x[3] if case == "needed" else z
+        return x, whole(y), whole(z, over)
+
+    before, after = check(f, x, y, z)
+    assert before["all-gather"] >= 3 and after["all-gather"] == 0
+    assert after["jax_intranode_all_gather"] == gathers
+
+
 def test_sums_are_merged_up_to_a_barrier() -> None:
     mesh = two_axes()
     x, w = put(mesh, normal(0, 8, 16), None, "model"), put(mesh, normal(1, 16, 4), "model")

@@ -1,13 +1,15 @@
 """Operations become shard_maps, whose bodies are rewritten like any other.
 
 Operations that do not need each other share a shard_map where this merges their communication.
-Such are operations that use the same gathered array, and sums over the same axes, up to a size.
+Such are operations that use the same gathered array, sums over the same axes, and gathers of small
+arrays, up to a size.
 
 They are put together by `waiting.Merging`; a group also ends at a fence, and when it would become
 too large.
 """
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -34,6 +36,8 @@ from jax_intranode._src.rewrite.waiting import Merging
 
 # Sums of more bytes together are not merged.
 MERGED_BYTES = 1 << 20
+# Nor are gathers of larger arrays, such as of norms and biases, which were measured up to this.
+VECTOR_BYTES = 16 << 10
 
 
 # How an input is gathered: dimensions and axes, in order.
@@ -128,11 +132,23 @@ class Member:
         """The operands that are gathered."""
         return [one for one in self.inputs if one.gathers]
 
+    def is_vector(self) -> bool:
+        """Whether all it does is to gather a small array along its first dimension."""
+        first, *others = self.inputs
+        return (
+            self.candidate.is_gather
+            and not others
+            and [dimension for dimension, _ in first.gathers] == [0]
+            and first.aval.size * first.aval.dtype.itemsize <= VECTOR_BYTES
+        )
+
     def shared(self) -> Any:
         """What members of a group have in common; None if it shares no shard_map."""
         gathered = self.gathered()
         if self.tail:
             return None
+        if self.is_vector():
+            return "vectors", gathered[0].gathers, gathered[0].aval.dtype
         if gathered and not self.plan.sums:
             return "gather", *((one.value, one.gathers) for one in gathered)
         if not gathered and not self.plan.scatters:
@@ -221,6 +237,9 @@ class Group:
                 return gathered[place, gathers]
 
             results: list[Any] = []
+            if len(self.members) > 1 and self.members[0].is_vector():
+                ((_, axes),) = self.members[0].inputs[0].gathers
+                return _gathered_at_once([operands[place] for (place,) in where], axes)
             for member, places in zip(self.members, where, strict=True):
                 gathers = [one.gathers for one in member.inputs]
                 results += member.compute([*map(whole, places, gathers)])
@@ -233,6 +252,16 @@ class Group:
         inputs, where = self.inputs()
         types = tuple((one.aval.shape, one.aval.dtype.name, one.spec) for one in inputs)
         return types, tuple(map(tuple, where)), tuple(member.key() for member in self.members)
+
+
+def _gathered_at_once(vectors: Sequence[Any], axes: Axes) -> list[Any]:
+    """Arrays that are gathered along their first dimension, by one all_gather."""
+    parts = lax.all_gather(lax.concatenate([v.ravel() for v in vectors], 0), axes)
+    ends = itertools.accumulate(v.size for v in vectors)
+    return [
+        parts[:, end - v.size : end].reshape(-1, *v.shape[1:])
+        for v, end in zip(vectors, ends, strict=True)
+    ]
 
 
 def member_of(candidate: Candidate, gathered: Mapping[Any, Candidate]) -> Member:
@@ -307,7 +336,7 @@ def replace(
             order.emit(Step(operation, operands(operation), operation.results))
             continue
         step = Step(operation, [one.value for one in member.inputs], member.outputs())
-        nbytes = 0 if member.gathered() else member.nbytes(sizes)
+        nbytes = member.nbytes(sizes) if member.is_vector() or not member.gathered() else 0
 
         def fits(group: Group, nbytes: int = nbytes) -> bool:
             return group.nbytes + nbytes <= MERGED_BYTES

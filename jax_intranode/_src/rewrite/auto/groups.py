@@ -11,6 +11,7 @@ too large.
 import dataclasses
 import itertools
 import math
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -147,8 +148,6 @@ class Member:
         gathered = self.gathered()
         if self.tail:
             return None
-        if self.is_vector():
-            return "vectors", gathered[0].gathers, gathered[0].aval.dtype
         if gathered and not self.plan.sums:
             return "gather", *((one.value, one.gathers) for one in gathered)
         if not gathered and not self.plan.scatters:
@@ -237,7 +236,7 @@ class Group:
                 return gathered[place, gathers]
 
             results: list[Any] = []
-            if len(self.members) > 1 and self.members[0].is_vector():
+            if len(set(map(tuple, where))) > 1 and all(m.is_vector() for m in self.members):
                 ((_, axes),) = self.members[0].inputs[0].gathers
                 return _gathered_at_once([operands[place] for (place,) in where], axes)
             for member, places in zip(self.members, where, strict=True):
@@ -318,6 +317,7 @@ def replace(
         insert: inserts the shard_map of a group; returns the new operations, in order.
     """
     by_operation = {member.number: member for member in members}
+    gathered = Counter(one.value for member in members for one in member.gathered())
     gone = {number(o) for member in members for o in member.replaced()} - by_operation.keys()
 
     def run(group: Group) -> list[Step]:
@@ -336,12 +336,15 @@ def replace(
             order.emit(Step(operation, operands(operation), operation.results))
             continue
         step = Step(operation, [one.value for one in member.inputs], member.outputs())
-        nbytes = member.nbytes(sizes) if member.is_vector() or not member.gathered() else 0
+        key, first = member.shared() or member.number, member.inputs[0]
+        alone = member.is_vector() and gathered[first.value] == 1
+        key = ("vectors", first.gathers, first.aval.dtype) if alone else key
+        nbytes = member.nbytes(sizes) if alone or not member.gathered() else 0
 
         def fits(group: Group, nbytes: int = nbytes) -> bool:
             return group.nbytes + nbytes <= MERGED_BYTES
 
-        group = order.join(member.shared() or number(operation), step, fits, Group)
+        group = order.join(key, step, fits, Group)
         group.members.append(member)
         group.nbytes += nbytes
     previous = None

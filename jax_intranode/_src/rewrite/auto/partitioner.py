@@ -105,7 +105,7 @@ def _targets(mesh: jax.sharding.Mesh) -> list[tuple[jax.sharding.Mesh, dict[str,
     platform = mesh.devices.flat[0].platform
     options = _OPTIONS.get(platform, {})
     found = [(mesh, options)]
-    if platform in _SLOW_KERNELS:
+    if platform in _SLOW_KERNELS and not mesh.is_multi_process:  # tried with one process only
         with contextlib.suppress(AttributeError, ValueError, RuntimeError):  # before jax 0.12
             topology = topologies.TopologyDescription([*mesh.devices.flat]).serialize()
             others = topologies.TopologyDescription.deserialize(topology).devices

@@ -172,6 +172,59 @@ def test_outputs_of_another_length_and_dtype() -> None:
     np.testing.assert_allclose(y[:, :HIDDEN].astype(np.float32), wanted, rtol=0.02, atol=0.02)
 
 
+@pytest.mark.parametrize("tokens", [TOKENS, 600])  # by one kernel, and by three operations
+def test_vmap_of_tokens_alone(tokens: int) -> None:
+    """Who goes where is found once, and belongs to no element of the batch."""
+    rng = np.random.default_rng(16)
+    x, weights = expert_routings.operands(rng, N, 3 * tokens, HIDDEN, TOP, "float32")
+    x, weights = x.reshape(N, tokens, 3, HIDDEN), weights[:, :tokens]
+    ids = expert_routings.routing(rng, N, tokens, TOP, EXPERTS, "some none")
+
+    def body(x: Any, ids: Any, weights: Any) -> Any:
+        def of_element(x: Any) -> Any:
+            rows, sizes, state = jax_intranode.moe_dispatch(
+                x, ids[0], weights[0], "x", num_experts=EXPERTS, capacity=tokens
+            )
+            return rows, (sizes, state.dropped)
+
+        out = jax.vmap(of_element, in_axes=1, out_axes=(0, None))(x[0])
+        return jax.tree.map(lambda v: v[None], out)
+
+    f = program(body)
+    names = [call.operation for call in jax_intranode.explain(f)(x, ids, weights)]
+    assert names.count("moe_dispatch") == 3 and names.count("all_gather") == (tokens == 600)
+    rows, (sizes, dropped) = jax.jit(f)(x, ids, weights)
+    for element in range(3):
+        wanted = expert_routings.expected(x[:, :, element], ids, EXPERTS, tokens)
+        np.testing.assert_array_equal(rows[:, element], wanted.received)
+        np.testing.assert_array_equal(sizes, wanted.sizes)
+        np.testing.assert_array_equal(dropped, wanted.dropped)
+
+
+def test_rows_that_nobody_reads_do_not_cross() -> None:
+    """A backward pass that finds the layout again, for one, does not send the tokens again."""
+
+    def sizes(x: Any, ids: Any, weights: Any) -> Any:
+        return jax_intranode.moe_dispatch(x, ids, weights, "x", num_experts=EXPERTS)[1]
+
+    shapes = (N * 600, HIDDEN), (N * 600, TOP), (N * 600, TOP)
+    x, ids, weights = map(jnp.ones, shapes)
+    calls = jax_intranode.explain(program(sizes))(x, ids.astype(int), weights)
+    assert [call.operation for call in calls] == ["all_gather"]
+
+
+@pytest.mark.parametrize("tokens", [TOKENS, 600])
+def test_scopes(tokens: int) -> None:
+    shapes = (N * tokens, HIDDEN), (N * tokens, TOP), (N * tokens, TOP)
+    x, ids, weights = map(jnp.ones, shapes)
+    f = jax.jit(program(expert_routings.layer(lambda rows: rows, EXPERTS, tokens)))
+    text = f.lower(x, ids.astype(int), weights).compile().as_text()
+    scopes = {"moe_dispatch", "moe_combine"}
+    if tokens == 600:
+        scopes |= {"all_gather", "moe_layout"}
+    assert set(re.findall(r"/jax_intranode\.(\w+)", text)) == scopes
+
+
 # Where lax runs them.
 
 

@@ -5,6 +5,7 @@ the layout, which each rank computes by itself, and the exchange. A combine is o
 """
 
 import math
+import sys
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -166,10 +167,14 @@ def moe_dispatch(
     if ids.dtype.itemsize > 4:
         ids = jnp.where((ids < 0) | (ids > experts), experts, ids)  # no expert has this id
     operands = x, ids.astype(np.int32), factors.astype(np.float32)
-    if reason is None:
-        results = _bind(routed_p, *_vary(operands, axes), params=params)
-    else:
+    if reason is not None:
         results = _by_lax(reason, routed_p, *operands, params=params)
+    elif definitions.routed_fits(n, ids.size, experts // n, 1, 0, sys.maxsize):
+        # Lowering finds whether blocks and tokens fit, too.
+        with jax.named_scope(dispatch_p.scope):
+            results = routed_p.bind(*_vary(operands, axes), params=params)
+    else:  # three operations for JAX as well, which drops and batches each by itself
+        results = _in_turn(_bind, params, *_vary(operands, axes))
     received, of_all, places, ranks, sizes, _, dropped = results
     state = MoeState(of_all, places, ranks, dropped, axes, experts, len(x))
     return received, sizes, state
@@ -265,7 +270,7 @@ def _vary(operands: Sequence[Any], axes: tuple[Hashable, ...]) -> list[Any]:
     return [collective.varying(v, sorted(over, key=str)) for v in operands]
 
 
-def _bind(primitive: OpPrimitive, *operands: Any, params: MoeParams) -> list[Any]:
+def _bind(primitive: OpPrimitive, *operands: Any, params: Any) -> list[Any]:
     with jax.named_scope(primitive.scope):
         return primitive.bind(*operands, params=params)
 
@@ -505,7 +510,7 @@ def _decide_routed(site: LoweringSite, avals: Sequence[Any], params: MoeParams) 
         sent = ids.update(shape=(2, *ids.shape), dtype=np.dtype(np.float32))
         gathered = all_gather_p.decide(site, [sent], _gather(params)).operations()
         one = _decide(dispatch_p, site, shapes, params)
-        return [*(gathered if ids.size > 0 else []), *one.operations()]
+        return [*gathered, *one.operations()]
 
     return Decision(lower, operations)
 
@@ -546,8 +551,7 @@ def _jvp_routed(
     if type(dx) is not ad.Zero:
         (moved[0],) = dispatch_p.bind(dx, places, ranks, used, params=params)
     if type(dw) is not ad.Zero:
-        moved[1] = dw if dw.size == 0 else all_gather_p.bind(dw, params=_gather(params))[0]
-        moved[1] = moved[1].reshape(results[1].shape)
+        (moved[1],) = all_gather_p.bind(dw, params=_gather(params))
     return results, moved
 
 
@@ -647,6 +651,19 @@ def _transpose_tangent(
     return [*found, *[None] * 4]
 
 
+def _batch_routed(
+    name: Hashable, size: int, operands: Sequence[Any], dims: Sequence[Any], params: MoeParams
+) -> tuple[list[Any], list[Any]]:
+    if name in params.axes or dims[1] is not None or dims[2] is not None:
+        return _batch(routed_p, name, size, operands, dims, params)
+    # Of tokens alone: the weights and the layout are those of all elements.
+    xs, ids, factors = jnp.moveaxis(operands[0], dims[0], 0), *operands[1:]
+    first, *shared = routed_p.bind(xs[0], ids, factors, params=params)
+    _, places, ranks, _, used, _ = shared
+    others = [dispatch_p.bind(x, places, ranks, used, params=params)[0] for x in xs[1:]]
+    return [jnp.stack([first, *others]), *shared], [0, *[None] * len(shared)]
+
+
 def _batch(
     primitive: OpPrimitive,
     name: Hashable,
@@ -705,7 +722,7 @@ routed_p.register(
     decide=_decide_routed,
     jvp=_jvp_routed,
     transpose=None,
-    batch=partial(_batch, routed_p),
+    batch=_batch_routed,
 )
 tangent_p.register(
     abstract_eval=lambda dx, dw, x, w, places, ranks, params: [

@@ -45,7 +45,7 @@ from jax_intranode._src.rewrite.auto import (
     simplified,
 )
 from jax_intranode._src.rewrite.collectives import Body
-from jax_intranode._src.selection import config
+from jax_intranode._src.selection import config, table
 
 __all__ = ["not_installed"]
 
@@ -408,6 +408,26 @@ def test_small_gathers_are_one(case: str, gathers: int, monkeypatch: pytest.Monk
     before, after = check(f, x, y, z)
     assert before["all-gather"] >= 3 and after["all-gather"] == 0
     assert after["jax_intranode_all_gather"] == gathers
+
+
+def test_gathers_that_are_too_large_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The table has a row for two of the three gathers as one, not for all."""
+    of_table = table.rows_and_source
+
+    def rows_and_source(*of: Any) -> Any:
+        rows, source = of_table(*of)
+        return rows and (dataclasses.replace(rows[-1], nbytes=256, measured=True),), source
+
+    monkeypatch.setattr(table, "rows_and_source", rows_and_source)
+    mesh = two_axes()
+    vectors = [put(mesh, normal(i, 16 * N), "model") for i in range(3)]  # 128 bytes of each device
+
+    def f(*of: Any) -> Any:
+        return [constrained(mesh, constrained(mesh, jnp.sin(v), "model")) for v in of]
+
+    before, after = check(f, *vectors)
+    assert before["all-gather"] == 3 and after["all-gather"] == 0
+    assert after["jax_intranode_all_gather"] == 2
 
 
 def test_sums_are_merged_up_to_a_barrier() -> None:

@@ -571,8 +571,9 @@ class _Rewriting:
                     raise RuntimeError("a shard_map is not lowered as expected")
                 self._record(member.candidate, reasons.SHARED)  # not beside what it overlaps with
                 return member.replaced()
-            apart = (self._insert(Group([member]), manual_axes) for member in group.members)
-            return [operation for inserted in apart for operation in inserted]
+            middle = len(group.members) // 2  # they may be too large together for a buffer
+            halves = group.members[:middle], group.members[middle:]
+            return [o for half in halves for o in self._insert(Group(half), manual_axes)]
         body, calls = lowered
         last = group.members[-1].candidate.operation
         operands, _ = group.inputs()

@@ -1243,6 +1243,17 @@ def test_a_norm_behind_a_sum(norm: Any, is_divided: bool, norms_are_fused: None)
 # The parts.
 
 
+def test_operations_alone_without_such_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A JAX whose topologies cannot be read as expected: the mesh's own devices are taken."""
+    monkeypatch.setattr(partitioner, "_SLOW_KERNELS", {"cpu"})
+    of = partitioner.topologies.TopologyDescription
+    unexpected = mock.Mock(side_effect=TypeError("unexpected arguments"))
+    for name in ("serialize", "deserialize"):
+        monkeypatch.setattr(of, name, unexpected, raising=False)
+    ((target, _),) = partitioner._targets.__wrapped__(two_axes())
+    assert target == two_axes() and unexpected.call_count == 1
+
+
 @pytest.mark.parametrize("loads", [False, True])
 def test_operations_alone_without_kernels(loads: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Devices that load nothing show the same collectives; if they can't, those of the mesh do."""

@@ -106,7 +106,8 @@ def _targets(mesh: jax.sharding.Mesh) -> list[tuple[jax.sharding.Mesh, dict[str,
     options = _OPTIONS.get(platform, {})
     found = [(mesh, options)]
     if platform in _SLOW_KERNELS and not mesh.is_multi_process:  # tried with one process only
-        with contextlib.suppress(AttributeError, ValueError, RuntimeError):  # before jax 0.12
+        # Before jax 0.12, and where it does not work.
+        with contextlib.suppress(AttributeError, TypeError, ValueError, RuntimeError):
             topology = topologies.TopologyDescription([*mesh.devices.flat]).serialize()
             others = topologies.TopologyDescription.deserialize(topology).devices
             devices = np.array(others[: mesh.size], dtype=object).reshape(mesh.devices.shape)

@@ -37,6 +37,16 @@ cudaError_t LaunchCollective(const DeviceOperation& o, const DeviceGroup& group,
                       o.segments > 1 ? static_cast<const void*>(&cut) : &call, stream);
 }
 
+// `call`: an ExpertsCall or a RoutedCall.
+template <class Call>
+cudaError_t LaunchExperts(const DeviceOperation& o, const DeviceGroup& group, const Call& call,
+                          cudaStream_t stream) {
+  return LaunchKernel(
+      ExpertsKernel(o.algorithm, o.type, group.size), o, group,
+      OperationWordOfDigest(o.algorithm, DigestOf(call, static_cast<uint64_t>(o.type))), &call,
+      stream);
+}
+
 }  // namespace
 
 cudaError_t Launch(const DeviceOperation& o, const DeviceGroup& group, const Buffers& call,
@@ -95,18 +105,12 @@ cudaError_t Launch(const DeviceOperation& o, const DeviceGroup& group, const Rag
 
 cudaError_t Launch(const DeviceOperation& o, const DeviceGroup& group, const ExpertsCall& call,
                    cudaStream_t stream) {
-  return LaunchKernel(
-      ExpertsKernel(o.algorithm, o.type, group.size), o, group,
-      OperationWordOfDigest(o.algorithm, DigestOf(call, static_cast<uint64_t>(o.type))), &call,
-      stream);
+  return LaunchExperts(o, group, call, stream);
 }
 
 cudaError_t Launch(const DeviceOperation& o, const DeviceGroup& group, const RoutedCall& call,
                    cudaStream_t stream) {
-  return LaunchKernel(
-      ExpertsKernel(o.algorithm, o.type, group.size), o, group,
-      OperationWordOfDigest(o.algorithm, DigestOf(call, static_cast<uint64_t>(o.type))), &call,
-      stream);
+  return LaunchExperts(o, group, call, stream);
 }
 
 cudaError_t Launch(const DeviceOperation& o, const DeviceGroup& group, const NormCall& call,

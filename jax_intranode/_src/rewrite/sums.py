@@ -7,6 +7,9 @@ depends on it, and when it would become too large for one operation. One operati
 permutes waits for all its sources.
 """
 
+import bisect
+import itertools
+import operator
 from collections.abc import Sequence
 from functools import cached_property, partial
 from typing import Any
@@ -103,18 +106,24 @@ class Overlap:
         """
         if not _on_gpus(self._body) or not _is_large(self._equations[position]):
             return False
-        needs, bits = self._needs
-        return any(at >= start and not need & bits[position] for at, need in needs.heavy)
+        heavy, needed_by_all, bits = self._needs
+        index = bisect.bisect_left(heavy, start)
+        return index < len(heavy) and not needed_by_all[index] & bits[position]
 
     @cached_property
-    def _needs(self) -> tuple[Needs, dict[int, int]]:
-        """What needs which large collectives, and the bits of these, by position."""
+    def _needs(self) -> tuple[list[int], list[int], dict[int, int]]:
+        """Positions of matmuls and loops, what each and all later ones need, and bits.
+
+        The bits are those of the large collectives, by position.
+        """
         bits: dict[int, int] = {}
         for position, equation in enumerate(self._equations):
             if lax_collectives.lax_collective(equation) is not None and _is_large(equation):
                 bits[position] = 2 << len(bits)
         heavy = {position for position, each in enumerate(self._equations) if is_heavy(each)}
-        return Needs(self._equations, bits, heavy), bits
+        found = Needs(self._equations, bits, heavy).heavy
+        later = itertools.accumulate((need for _, need in reversed(found)), operator.and_)
+        return [position for position, _ in found], [*later][::-1], bits
 
 
 def _is_large(equation: Any) -> bool:

@@ -170,7 +170,7 @@ inline bool IsOfExperts(Algorithm algorithm) {
 // The algorithms whose messages take turns in windows, as many as they need (ragged.h, experts.h).
 inline bool RunsInWindows(Algorithm algorithm) {
   return algorithm == Algorithm::kRagged || IsOfExperts(algorithm) ||
-         algorithm == Algorithm::kRoutedDispatch;  // which has one
+         algorithm == Algorithm::kRoutedDispatch;  // in one window
 }
 
 // Algorithms that only copy: they take any dtype, as bytes.

@@ -18,7 +18,7 @@
 // rank whatever they are, and hears all ranks, so the argument of group.h holds.
 //
 // An id travels as a byte: the number of the expert on the receiving rank, from 1 on; 0 for others
-// and for none. A rank has less than 255 experts, so no word of a packet is empty.
+// and for none. A rank has fewer than 255 experts, so no word of a packet is empty.
 //
 // Rows are sorted by expert, rank, position and choice. A warp counts the ids of a part, in this
 // order, by expert. What the parts before have counted, and the experts before, is where the rows
@@ -31,7 +31,7 @@
 
 #include "experts.h"
 
-// Of code that is not worth its room in the cache of instructions.
+// For loops whose unrolled code is not worth its room in the instruction cache.
 #if defined(__CUDACC__)
 #define JIN_LOOP _Pragma("unroll 1")
 #else

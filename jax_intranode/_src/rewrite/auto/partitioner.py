@@ -29,8 +29,8 @@ _OPTIONS: dict[str, Any] = {
     },
 }
 
-# Where making kernels takes most of the time: 0.2 s for a reduction. XLA stops before, where it
-# compiles for devices that load nothing. These stand for the devices of the mesh.
+# On these platforms XLA spends most of a compilation on kernels, which nobody runs here. It can
+# stop before them if it compiles for the devices of a topology. These stand for those of the mesh.
 _SLOW_KERNELS = {"gpu"}
 
 _known: dict[Any, tuple[Collective, ...] | str] = {}
@@ -71,7 +71,7 @@ def _compiled(
     for target, options in _targets(mesh):
         after = NamedSharding(target, partition_spec(result))
         jitted = jax.jit(
-            # Or it would make another part of the result, which XLA would reshard behind it.
+            # Or XLA could make another part of the result, and reshard it after the operation.
             lambda *arrays, after=after: lax.with_sharding_constraint(local(*arrays), after),
             in_shardings=tuple(NamedSharding(target, partition_spec(of)) for of in operands),
             out_shardings=after,

@@ -1,6 +1,7 @@
 // Memory of ranks in one address space, for tests of the protocols and of the CPU groups.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <cstring>
 #include <vector>
@@ -69,10 +70,15 @@ class Guarded {
     }
     return hit;
   }
+  // Whether the bytes are these, and the guards are whole.
+  bool Holds(const std::vector<char>& bytes) const {
+    return Hit() == 0 && std::equal(bytes.begin(), bytes.end(), data());
+  }
+
+  static constexpr char kGuard = 0x5A;
 
  private:
   static constexpr size_t kGuardBytes = 32;
-  static constexpr char kGuard = 0x5A;
   size_t bytes_, offset_;
   std::vector<char> memory_;
 };

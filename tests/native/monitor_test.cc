@@ -108,14 +108,14 @@ struct Event {
 std::mutex events_mutex;
 std::vector<Event> events;
 std::atomic<bool> closed = false;
-std::atomic<bool> slow = false;     // whether SetAbsent() takes long
-std::atomic<bool> in_call = false;  // a slow one runs
+std::atomic<bool> slow = false;     // whether the next SetAbsent() takes long
+std::atomic<bool> in_call = false;  // that one runs
 
 class TestPlatform final : public jin::Platform {
  public:
   bool OnGpu() const override { return false; }
   void SetAbsent(const jin::AbsentDevices& absent) override {
-    if (slow) {
+    if (slow.exchange(false)) {
       in_call = true;
       std::this_thread::sleep_for(300ms);
       in_call = false;

@@ -71,11 +71,11 @@ PROGRAMS = {
         sanitized=True,
     ),
     "fused_order_test": Program(quick=("",)),
-    "failed_launch_test": Program(
-        quick=("", "captured", "unclosed"), others=("xla_ffi/ffi/collectives_cuda.cc",)
-    ),
-    "gpu_monitor_test": Program(
-        quick=("2000",), full=("100000",), others=_folder("health"), sanitized=True
+    "gpu_calls_test": Program(
+        quick=("2000",),
+        full=("100000",),
+        others=("xla_ffi/ffi/collectives_cuda.cc", *_folder("health")),
+        sanitized=True,
     ),
     "monitor_test": Program(quick=("quick",), full=("",), others=_folder("health"), sanitized=True),
     "peer_record_test": Program(quick=("",)),

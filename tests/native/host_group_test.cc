@@ -33,9 +33,8 @@
 
 #include "jax_intranode/include/jax_intranode/peer.h"
 #include "tests/native/kernel_of.h"
-#include "tests/native/permutations.h"
-#include "tests/native/ragged_tables.h"
 #include "tests/native/regions.h"
+#include "tests/native/tables.h"
 #include "xla_ffi/ffi/site_numbers.h"
 #include "xla_ffi/health/waits.h"
 

@@ -4,15 +4,13 @@
 // places. Results lie at any address, with guard bytes before and after. The epoch wraps in the
 // middle of the calls.
 //
-//   protocol_test sound [ranks] [calls] [patience] [mesh|permutes|ragged|experts]
+//   protocol_test [RANKS CALLS [permutes|ragged|experts]]
 //   protocol_test offsets
 //
 // "offsets" runs the last segment of messages of more than 4 GiB, of which no other part exists.
-//
-// A thread that waits longer than `patience` seconds ends the test. Permutes have regions of their
-// own; with "permutes", "ragged" or "experts" there are no other calls. With "mesh" the ranks are a
-// hybrid cube mesh, in a shuffled order, and all calls are of that algorithm. A rank has no address
-// of the regions of those that it is not linked to, so a byte that it sends them ends the program.
+// Permutes have regions of their own; with "permutes", "ragged" or "experts" there are no other
+// calls. Hybrid cube meshes and sums of few rows, whose threads do not wait for each other, are
+// left to collectives_model.cc and host_group_test.cc.
 //
 // Exit status 0: every result right, every guard whole and every slab empty at the end; 1: a wrong
 // result or a byte outside of it written, a slab left full, an endless wait, a busy region or a
@@ -27,21 +25,20 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <deque>
 #include <memory>
 #include <random>
 #include <string>
 #include <thread>
 #include <vector>
 
-#include "tests/native/expert_tables.h"
 #include "tests/native/kernel_of.h"
-#include "tests/native/permutations.h"
-#include "tests/native/protocol_thread.h"
-#include "tests/native/ragged_tables.h"
 #include "tests/native/regions.h"
-#include "tests/native/routing_tables.h"
+#include "tests/native/tables.h"
 #include "xla_ffi/ffi/members.h"
-#include "xla_ffi/kernels/few_rows.h"
+#include "xla_ffi/kernels/experts.h"
+#include "xla_ffi/kernels/ragged.h"
+#include "xla_ffi/kernels/routed_dispatch.h"
 #include "xla_ffi/kernels/same_operation.h"
 #include "xla_ffi/kernels/segments.h"
 
@@ -49,27 +46,125 @@ namespace jin = jax_intranode;
 
 namespace {
 
-using namespace protocol_test;
-
+constexpr int kThreads = 2;
 constexpr int kMaxBlocksHere = 3;
+constexpr int kMaxUpdatesHere = 32;  // of a rank in a ragged all-to-all
 constexpr size_t kMaxBytes = 1500;
 constexpr size_t kEpochBufferBytes = 64 << 10;
+constexpr std::chrono::seconds kPatience(30);  // a wait that lasts longer is without end
 
-// The ranks' links in a hybrid cube mesh: quads of the first and of the last ranks, then shuffled.
-std::vector<jin::Links> CubeMesh(int ranks) {
-  std::vector<int> at(ranks);
-  for (int r = 0; r < ranks; ++r) at[r] = r;
-  std::shuffle(at.begin(), at.end(), std::mt19937(7));
-  std::vector<jin::Links> links(ranks);
-  const int quad = ranks / 2;
-  for (int r = 0; r < ranks; ++r) {
-    jin::Links& of = links[at[r]];
-    of = {0, at[(r + quad) % ranks]};
-    for (int p = 0; p < ranks; ++p) {
-      if (p != r && (p / quad == r / quad || p % quad == r % quad)) of.peers |= 1u << at[p];
-    }
+// What is wrong.
+std::atomic<long> wrong{0}, others_met{0}, was_busy{0};
+
+// Pauses a thread now and then, so that ranks run apart.
+class Jitter {
+ public:
+  explicit Jitter(uint64_t seed) : state_(seed * 0x9E3779B97F4A7C15u + 1) {}
+  void Pause() {
+    state_ ^= state_ << 13;
+    state_ ^= state_ >> 7;
+    state_ ^= state_ << 17;
+    if (state_ % 16 == 0) std::this_thread::sleep_for(std::chrono::microseconds(state_ % 97));
   }
-  return links;
+
+ private:
+  uint64_t state_;
+};
+
+// What the threads of a block share.
+struct BlockMemory {
+  std::barrier<> barrier{kThreads};
+  jin::RaggedTableOf<kMaxUpdatesHere> table;
+  jin::RoutingTable routing;
+  uint32_t of_lane[kThreads];
+};
+
+struct HostThread {
+  int thread, block, blocks;
+  Jitter* jitter;
+  BlockMemory* shared;
+  std::barrier<>* barrier = &shared->barrier;
+  std::chrono::steady_clock::time_point started{};
+  bool met = false;
+
+  int Thread() const { return thread; }
+  int Threads() const { return kThreads; }
+  int Block() const { return block; }
+  int Blocks() const { return blocks; }
+  void Sync() const { barrier->arrive_and_wait(); }
+  size_t First() const { return block * kThreads + thread; }
+  size_t Stride() const { return blocks * kThreads; }
+  int FirstUpdate() const { return thread; }
+  // For routed dispatches. LanesThread has a warp of more than one thread.
+  static constexpr uint32_t kLanes = 1;
+  jin::SameLanes Same(uint32_t) const { return {0, 1}; }
+  void SyncLanes() const {}
+  void Add(uint32_t* sum, uint32_t v) const {
+    std::atomic_ref<uint32_t>(*sum).fetch_add(v, std::memory_order_relaxed);
+  }
+  bool Wait(size_t, int) {
+    const auto now = std::chrono::steady_clock::now();
+    if (started == std::chrono::steady_clock::time_point()) started = now;
+    if (now - started > kPatience) {
+      printf("a wait without end\n");
+      fflush(stdout);
+      std::_Exit(1);
+    }
+    jitter->Pause();
+    std::this_thread::yield();
+    return true;
+  }
+  void Enter(uint32_t* busy, uint32_t*) {
+    if (thread == 0 && jin::Exchange(busy, 1) != 0) met = true;
+  }
+  void Arrived() { started = {}; }
+  void FenceSegment() {
+    jin::Fence();
+    jitter->Pause();
+  }
+  void Admit() { was_busy += met; }
+  void Admit(uint32_t, uint32_t) {}
+  void MeetsOther(int, uint64_t) { ++others_met; }
+  void Refuse(const jin::UpdateFault&) { ++others_met; }
+};
+
+// The threads of a block are a warp.
+struct LanesThread : HostThread {
+  static constexpr uint32_t kLanes = kThreads;
+  jin::SameLanes Same(uint32_t v) const {
+    uint32_t* const of_lane = shared->of_lane;
+    of_lane[thread] = v;
+    Sync();
+    jin::SameLanes same = {};
+    for (int i = 0; i < kThreads; ++i) {
+      same.before += i < thread && of_lane[i] == v;
+      same.all += of_lane[i] == v;
+    }
+    Sync();
+    return same;
+  }
+  void SyncLanes() const { Sync(); }
+};
+
+struct TestGroup : jin::Group {
+  uint64_t operation;
+};
+
+TestGroup GroupOf(const jin::Regions& regions, int rank) {
+  TestGroup group{};
+  regions.GiveTo(&group);
+  group.rank = rank;
+  return group;
+}
+
+// Runs this in so many threads of each rank.
+template <class Run>
+void InThreads(int ranks, int threads, const Run& run) {
+  std::vector<std::thread> all;
+  for (int i = 0; i < ranks * threads; ++i) {
+    all.emplace_back([&run, i, threads] { run(i / threads, i % threads); });
+  }
+  for (std::thread& t : all) t.join();
 }
 
 struct Plan {
@@ -79,7 +174,6 @@ struct Plan {
   int blocks = 1, buffers = 1;
   size_t shift = 0;  // of the result from an address that is a multiple of 16
   uint32_t segments = 1;
-
   bool in_place = false;  // the result is the input
   // Of a permute: of each buffer the source of each rank, or -1.
   std::vector<jin::Permutation> sources = {};
@@ -88,7 +182,11 @@ struct Plan {
   jin::RoutingTables routing = {};
 
   bool Permutes() const { return algorithm == jin::Algorithm::kPermute; }
-
+  bool InWindows() const { return experts.tokens > 0 || routing.tokens > 0 || tables.updates > 0; }
+  uint32_t Epochs() const {
+    if (Permutes()) return 0;
+    return InWindows() ? 1 : jin::Epochs(jin::PhasesOf(algorithm), segments);
+  }
   // Words of the input and of the output of each rank.
   size_t In(int ranks) const {
     return routing.tokens > 0 ? routing.In() : bytes / 4 * jin::InputShards(algorithm, ranks);
@@ -100,7 +198,7 @@ struct Plan {
 
 // A random call of an algorithm.
 Plan RandomPlan(jin::Algorithm algorithm, int ranks, std::mt19937* random) {
-  const auto below = [random](uint32_t end) { return static_cast<uint32_t>((*random)() % end); };
+  const auto below = [random](uint32_t end) { return jin::Below(end, random); };
   Plan plan{algorithm, below(2) == 0};
   plan.blocks = static_cast<int>(1 + below(kMaxBlocksHere));
   plan.shift = below(2) == 0 ? 0 : below(16);
@@ -134,84 +232,45 @@ Plan RandomPlan(jin::Algorithm algorithm, int ranks, std::mt19937* random) {
 // The algorithms to choose from: some come more often than others.
 std::vector<jin::Algorithm> KindsOf(const std::string& mode) {
   using enum jin::Algorithm;
-  if (mode == "mesh") return {kHybridCubeMesh};
   if (mode == "permutes") return {kPermute};
   if (mode == "experts") return {kDispatch, kCombine, kRoutedDispatch, kRoutedDispatch};
   if (mode == "ragged") return {kRagged};
-  std::vector<jin::Algorithm> kinds{kPermute,        kPermute,  kPermute, kRagged,
-                                    kRagged,         kDispatch, kCombine, kRoutedDispatch,
-                                    kRoutedDispatch, kFewRows};
+  std::vector<jin::Algorithm> kinds{kPermute,  kPermute, kPermute,        kRagged,        kRagged,
+                                    kDispatch, kCombine, kRoutedDispatch, kRoutedDispatch};
   kinds.insert(kinds.end(), std::begin(jin::kCollectives), std::end(jin::kCollectives));
   return kinds;
 }
 
-// Runs a kernel: that of one epoch, or that of several segments.
-template <class Body, class Call>
-bool RunBody(HostThread& t, const TestGroup& g, const Call& call, const Plan& plan) {
-  if (plan.segments == 1) return jin::RunOperation<Body>(t, g, call);
-  const size_t packs = jin::SegmentPacks(plan.algorithm, call.Packs(), g.size, plan.segments);
-  return jin::RunOperation<Body>(t, g, jin::InSegments<Call>{call, packs, plan.segments});
-}
-
-// The sum of products of few rows, as one kernel of two phases. The product is the input.
-template <class Type, int N, class Packets>
-struct SentAndTaken : jin::FewRows<Type, N, Packets> {
-  static constexpr int kPhases = 2;
-  template <class Thread, class G, class C>
-  static bool RunPhase(int phase, Thread& t, const G& g, const C& c, uint32_t epoch) {
-    if (phase == 1) return SentAndTaken::Take(t, g, c, epoch);
-    const size_t packs = c.Packs();
-    // Other threads than those that await pack i may send it.
-    for (size_t i = t.First(); i < packs; i += t.Stride()) {
-      const size_t sent = packs - 1 - i;
-      const jin::Pack product = c.Load(sent);
-      t.Admit();
-      SentAndTaken::Send(g, epoch, packs * Packets::kBytes, sent, product);
+// Runs a collective: the kernel of one epoch, or that of several segments.
+template <class Type, class Packets, int N, class Call>
+void RunKernel(HostThread& t, const TestGroup& g, const Call& call, const Plan& plan) {
+  const auto run = [&](auto body) {
+    using Body = typename decltype(body)::type;
+    if (plan.segments == 1) {
+      jin::RunOperation<Body>(t, g, call);
+    } else {
+      const size_t packs = jin::SegmentPacks(plan.algorithm, call.Packs(), g.size, plan.segments);
+      jin::RunOperation<Body>(t, g, jin::InSegments<Call>{call, packs, plan.segments});
     }
-    return true;
+  };
+  if constexpr (std::is_same_v<Call, jin::Buffers>) {
+    jin::WithAllReduce<Type, N, Packets>(plan.algorithm, run);
+  } else {
+    jin::WithKernel<Type, N, Packets>(plan.algorithm, run);
   }
-};
-
-template <class Type, int N, class Packets, class Call>
-bool RunKernel(HostThread& t, const TestGroup& g, const Call& call, const Plan& plan) {
-  if (plan.algorithm == jin::Algorithm::kFewRows) {
-    return RunBody<SentAndTaken<Type, N, Packets>>(t, g, call, plan);
-  }
-  return jin::WithKernel<Type, N, Packets>(plan.algorithm, [&](auto body) {
-    return RunBody<typename decltype(body)::type>(t, g, call, plan);
-  });
 }
 
-template <class Type, class Packets>
-bool RunAs(HostThread& t, const TestGroup& g, const jin::Buffers& call, const Plan& plan) {
-  return jin::WithAllReduce<Type, 0, Packets>(plan.algorithm, [&](auto body) {
-    return RunBody<typename decltype(body)::type>(t, g, call, plan);
-  });
-}
-
-template <class Type, class Packets>
-bool RunAs(HostThread& t, const TestGroup& g, const jin::LinkedBuffers& call, const Plan&) {
-  return g.size == 8 ? jin::RunOperation<jin::HybridCubeMesh<Type, 8, Packets>>(t, g, call)
-                     : jin::RunOperation<jin::HybridCubeMesh<Type, 0, Packets>>(t, g, call);
-}
-
-template <class Type, class Packets>
-bool RunAs(HostThread& t, const TestGroup& g, const jin::Buffer& call, const Plan& plan) {
-  return RunKernel<Type, 0, Packets>(t, g, call, plan);
-}
-
-// As on GPUs, some sizes have kernels of their own.
-template <class Type, class Packets>
-bool RunAs(HostThread& t, const TestGroup& g, const jin::AlignedBuffer& call, const Plan& plan) {
-  return g.size == 2   ? RunKernel<Type, 2, Packets>(t, g, call, plan)
-         : g.size == 4 ? RunKernel<Type, 4, Packets>(t, g, call, plan)
-                       : RunKernel<Type, 0, Packets>(t, g, call, plan);
+template <int N, class Call>
+void RunSized(HostThread& t, const TestGroup& g, const Call& call, const Plan& plan) {
+  plan.floating ? RunKernel<jin::F32, jin::BarePackets, N>(t, g, call, plan)
+                : RunKernel<jin::I32, jin::FlaggedPackets, N>(t, g, call, plan);
 }
 
 template <class Call>
-bool RunCall(HostThread& t, const TestGroup& g, const Call& call, const Plan& plan) {
-  return plan.floating ? RunAs<jin::F32, jin::BarePackets>(t, g, call, plan)
-                       : RunAs<jin::I32, jin::FlaggedPackets>(t, g, call, plan);
+void RunPermute(HostThread& t, const TestGroup& g, const Call& call, const Plan& plan) {
+  using Bare = jin::Permute<jin::BF16, 0, jin::BarePackets>;
+  using Flagged = jin::Permute<jin::I8, 0, jin::FlaggedPackets>;
+  plan.floating ? jin::RunOperation<Bare>(t, g, call) : jin::RunOperation<Flagged>(t, g, call);
 }
 
 // Pieces of equal size except the last one. Some are empty if the whole is small.
@@ -236,74 +295,49 @@ jin::Permutes MembersOf(int rank, const jin::Buffer& whole, const Plan& plan) {
   return members;
 }
 
-template <class Call>
-bool RunPermute(HostThread& t, const TestGroup& g, const Call& call, const Plan& plan) {
-  using Bare = jin::Permute<jin::BF16, 0, jin::BarePackets>;
-  using Flagged = jin::Permute<jin::I8, 0, jin::FlaggedPackets>;
-  return plan.floating ? jin::RunOperation<Bare>(t, g, call)
-                       : jin::RunOperation<Flagged>(t, g, call);
-}
-
-template <class Body>
-bool RunRagged(HostThread& t, const TestGroup& g, const jin::Buffer& whole, const Plan& plan) {
-  const auto row_bytes = static_cast<uint32_t>(plan.bytes / plan.tables.rows);
-  const jin::RaggedCall call = plan.tables.CallOf(g.rank, whole.in, whole.out, row_bytes);
-  const uint32_t epoch = jin::Begin(t, g);
-  uint32_t step = 0;
-  if (!Body::Run(t, g, call, *t.table, epoch, &step)) return false;
-  jin::End(t, g, epoch);
-  return true;
-}
-
-bool RunExperts(HostThread& t, const TestGroup& g, const jin::Buffer& whole, const Plan& plan) {
+// An operation in windows: `run(body)` with the one of these that the plan needs.
+void RunInWindows(HostThread& t, const TestGroup& g, const jin::Buffer& whole, const Plan& plan) {
   using Packets = jin::BarePackets;
-  const auto row_bytes = static_cast<uint32_t>(plan.bytes / plan.experts.rows);
-  const jin::ExpertsCall call = plan.experts.CallOf(g.rank, whole.in, whole.out, row_bytes);
   const uint32_t epoch = jin::Begin(t, g);
   uint32_t step = 0;
-  const auto run = [&](auto body) { return body.Run(t, g, call, epoch, &step); };
-  if (plan.algorithm == jin::Algorithm::kDispatch) {
-    if (!run(jin::Experts<jin::BF16, 0, false, Packets>{})) return false;
-  } else if (g.size == 2) {
-    if (!run(jin::Experts<jin::F32, 2, true, Packets>{})) return false;
-  } else if (!run(jin::Experts<jin::F32, 0, true, Packets>{})) {
-    return false;
-  }
-  jin::End(t, g, epoch);
-  return true;
-}
-
-template <class Thread>
-bool RunRouted(Thread& t, const TestGroup& g, const jin::Buffer& whole, const Plan& plan) {
-  const jin::RoutedCall call = plan.routing.CallOf(whole.in, whole.out);
-  const uint32_t epoch = jin::Begin(t, g);
-  uint32_t step = 0;
-  const auto run = [&](auto body) { return body.Run(t, g, call, t.routing->table, epoch, &step); };
-  if (g.size == 2 ? !run(jin::RoutedDispatch<2>{}) : !run(jin::RoutedDispatch<0>{})) return false;
-  jin::End(t, g, epoch);
-  return true;
-}
-
-bool RunPlan(HostThread& t, const TestGroup& g, const jin::Buffer& whole, const Plan& plan) {
   if (plan.tables.updates > 0) {
-    using Bare = jin::Ragged<jin::BF16, jin::BarePackets>;
-    using One = jin::Ragged<jin::BF16, jin::BarePackets, 2, 1>;
-    using Flagged = jin::Ragged<jin::I8, jin::FlaggedPackets>;
-    if (plan.floating && g.size == 2 && plan.tables.updates == 1) {
-      return RunRagged<One>(t, g, whole, plan);
+    const auto row_bytes = static_cast<uint32_t>(plan.bytes / plan.tables.rows);
+    const jin::RaggedCall call = plan.tables.CallOf(g.rank, whole.in, whole.out, row_bytes);
+    const auto run = [&](auto body) { body.Run(t, g, call, t.shared->table, epoch, &step); };
+    if (!plan.floating) {
+      run(jin::Ragged<jin::I8, jin::FlaggedPackets>{});
+    } else if (g.size == 2 && plan.tables.updates == 1) {
+      run(jin::Ragged<jin::BF16, Packets, 2, 1>{});
+    } else {
+      run(jin::Ragged<jin::BF16, Packets>{});
     }
-    return plan.floating ? RunRagged<Bare>(t, g, whole, plan)
-                         : RunRagged<Flagged>(t, g, whole, plan);
+  } else if (plan.experts.tokens > 0) {
+    const auto row_bytes = static_cast<uint32_t>(plan.bytes / plan.experts.rows);
+    const jin::ExpertsCall call = plan.experts.CallOf(g.rank, whole.in, whole.out, row_bytes);
+    const auto run = [&](auto body) { body.Run(t, g, call, epoch, &step); };
+    if (plan.algorithm == jin::Algorithm::kDispatch) {
+      run(jin::Experts<jin::BF16, 0, false, Packets>{});
+    } else if (g.size == 2) {
+      run(jin::Experts<jin::F32, 2, true, Packets>{});
+    } else {
+      run(jin::Experts<jin::F32, 0, true, Packets>{});
+    }
+  } else {
+    const jin::RoutedCall call = plan.routing.CallOf(whole.in, whole.out);
+    const auto run = [&](auto thread) {
+      g.size == 2 ? jin::RoutedDispatch<2>::Run(thread, g, call, t.shared->routing, epoch, &step)
+                  : jin::RoutedDispatch<0>::Run(thread, g, call, t.shared->routing, epoch, &step);
+    };
+    plan.routing.tokens % 2 == 0 ? run(t) : run(LanesThread{t});
   }
-  if (plan.experts.tokens > 0) return RunExperts(t, g, whole, plan);
-  if (plan.routing.tokens > 0) {
-    if (plan.routing.tokens % 2 == 0) return RunRouted(t, g, whole, plan);
-    LanesThread lanes(t);
-    return RunRouted(lanes, g, whole, plan);
-  }
+  jin::End(t, g, epoch);
+}
+
+// Ranks may use different kinds of calls and of buffers.
+void RunPlan(HostThread& t, const TestGroup& g, const jin::Buffer& whole, const Plan& plan) {
+  if (plan.InWindows()) return RunInWindows(t, g, whole, plan);
   if (plan.Permutes()) {
     const jin::Permutes members = MembersOf(g.rank, whole, plan);
-    // Ranks may use different kinds of calls.
     if (g.rank % 2 != 0 || plan.buffers > 1 || !jin::AlignedBuffer::Is(whole, 1)) {
       return RunPermute(t, g, members, plan);
     }
@@ -315,18 +349,16 @@ bool RunPlan(HostThread& t, const TestGroup& g, const jin::Buffer& whole, const 
                                           members.destinations},
                       plan);
   }
-  if (plan.algorithm == jin::Algorithm::kHybridCubeMesh) {
-    return RunCall(t, g, jin::LinkedBuffers{PiecesOf(whole, plan), g.links}, plan);
+  if (plan.buffers > 1) return RunSized<0>(t, g, PiecesOf(whole, plan), plan);
+  const size_t multiple = (jin::IsTwoShot(plan.algorithm) ? g.size : 1) * plan.segments;
+  if (g.rank % 2 != 0 || !jin::AlignedBuffer::Is(whole, multiple)) {
+    return RunSized<0>(t, g, whole, plan);
   }
-  if (plan.buffers == 1) {
-    // Ranks may use different kinds of buffers.
-    const size_t multiple = (jin::IsTwoShot(plan.algorithm) ? g.size : 1) * plan.segments;
-    if (g.rank % 2 == 0 && jin::AlignedBuffer::Is(whole, multiple)) {
-      return RunCall(t, g, jin::AlignedBuffer{whole.in, whole.out, whole.bytes}, plan);
-    }
-    return RunCall(t, g, whole, plan);
-  }
-  return RunCall(t, g, PiecesOf(whole, plan), plan);
+  // As on GPUs, some sizes have kernels of their own.
+  const jin::AlignedBuffer aligned{whole.in, whole.out, whole.bytes};
+  g.size == 2   ? RunSized<2>(t, g, aligned, plan)
+  : g.size == 4 ? RunSized<4>(t, g, aligned, plan)
+                : RunSized<0>(t, g, aligned, plan);
 }
 
 uint32_t Value(int rank, int call, size_t i, bool floating) {
@@ -343,11 +375,11 @@ uint32_t Input(const Plan& plan, int rank, int call, size_t i) {
 }
 
 uint32_t Sum(int ranks, int call, size_t i, bool floating) {
-  uint32_t integer = 0;
-  float real = 0;
-  for (int r = 0; r < ranks; ++r) {
+  uint32_t integer = Value(0, call, i, floating);
+  auto real = std::bit_cast<float>(integer);
+  for (int r = 1; r < ranks; ++r) {
     const uint32_t v = Value(r, call, i, floating);
-    real = r == 0 ? std::bit_cast<float>(v) : real + std::bit_cast<float>(v);
+    real += std::bit_cast<float>(v);
     integer += v;
   }
   return floating ? std::bit_cast<uint32_t>(real) : integer;
@@ -361,33 +393,35 @@ uint32_t WordAt(const char* words, size_t i) {
 
 // Word i of a rank's output.
 uint32_t Expected(const Plan& plan, int ranks, int rank, int call, size_t i) {
+  constexpr uint32_t kKept = jin::Guarded::kGuard * 0x01010101u;
   const size_t shard = plan.bytes / 4;
+  // A word of the row of a token, of all ranks in order, each of which has so many; -1: of none.
+  const auto of_token = [&](int64_t token, uint32_t tokens, size_t row_words) {
+    if (token < 0) return 0u;
+    return Value(static_cast<int>(token / tokens), call, token % tokens * row_words + i % row_words,
+                 true);
+  };
   if (plan.tables.updates > 0) {
     const size_t row_words = shard / plan.tables.rows;
     const auto [source, row] = plan.tables.OriginOf(rank, i / row_words);
-    if (source < 0) return 0x5A5A5A5A;  // of the guards
+    if (source < 0) return kKept;
     return Value(source, call, row * row_words + i % row_words, plan.floating);
   }
   if (plan.routing.tokens > 0) {
     const jin::RoutingTables& routing = plan.routing;
     if (i >= routing.Rows()) return routing.results[rank][i - routing.Rows()];
     const int64_t token = routing.origins[rank][i / routing.row_words];
-    if (token < 0) return 0;
-    return Value(static_cast<int>(token / routing.tokens), call,
-                 token % routing.tokens * routing.row_words + i % routing.row_words, true);
+    return of_token(token, routing.tokens, routing.row_words);
   }
   if (plan.experts.tokens > 0) {
     const jin::ExpertTables& experts = plan.experts;
-    const size_t row_words = shard / experts.rows, row = i / row_words, column = i % row_words;
+    const size_t row_words = shard / experts.rows, row = i / row_words;
     if (plan.algorithm == jin::Algorithm::kDispatch) {
-      const int64_t token = experts.TokenOf(rank, row);
-      if (token < 0) return 0;
-      return Value(static_cast<int>(token / experts.tokens), call,
-                   token % experts.tokens * row_words + column, true);
+      return of_token(experts.TokenOf(rank, row), experts.tokens, row_words);
     }
-    if (row >= experts.tokens) return 0x5A5A5A5A;  // of the guards
+    if (row >= experts.tokens) return kKept;
     const float sum = experts.SumOf(rank, row, [&](int at, size_t its_row) {
-      return std::bit_cast<float>(Value(at, call, its_row * row_words + column, true));
+      return std::bit_cast<float>(Value(at, call, its_row * row_words + i % row_words, true));
     });
     return std::bit_cast<uint32_t>(sum);
   }
@@ -405,123 +439,84 @@ uint32_t Expected(const Plan& plan, int ranks, int rank, int call, size_t i) {
 }
 
 // Address space without memory: a page exists from the first store on.
-class Sparse {
- public:
-  explicit Sparse(size_t bytes) : bytes_(bytes) {
-    void* const at = mmap(nullptr, bytes, PROT_READ | PROT_WRITE,
-                          MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-    if (at == MAP_FAILED) {
-      printf("no address space\n");
-      std::_Exit(1);
-    }
-    data_ = static_cast<char*>(at);
+std::shared_ptr<char> Sparse(size_t bytes) {
+  void* const at = mmap(nullptr, bytes, PROT_READ | PROT_WRITE,
+                        MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  if (at == MAP_FAILED) {
+    printf("no address space\n");
+    std::_Exit(1);
   }
-  ~Sparse() { munmap(data_, bytes_); }
-  Sparse(const Sparse&) = delete;
-  char* data() const { return data_; }
+  return {static_cast<char*>(at), [bytes](char* memory) { munmap(memory, bytes); }};
+}
 
- private:
-  size_t bytes_;
-  char* data_;
-};
-
-// Two ranks run the last segment of a message. Returns the number of wrong words.
+// Two ranks run the last segment of a message.
 template <class Body, class Call>
-long LastSegment(jin::Algorithm algorithm, size_t bytes, const jin::Regions& regions) {
+void LastSegment(jin::Algorithm algorithm, size_t bytes, const jin::Regions& regions) {
   constexpr int kRanks = 2;
   constexpr uint32_t kSegments = 1 << 20;
   const Plan plan{.algorithm = algorithm, .floating = true, .bytes = bytes, .segments = kSegments};
-  const size_t packs = jin::SegmentPacks(plan.algorithm, jin::PacksOf(bytes), kRanks, kSegments);
+  const size_t packs = jin::SegmentPacks(algorithm, jin::PacksOf(bytes), kRanks, kSegments);
   const uint32_t last = static_cast<uint32_t>((jin::PacksOf(bytes) - 1) / packs);
   const size_t first_word = last * packs * 4, words = bytes / 4;
-  const size_t in_shards = jin::InputShards(plan.algorithm, kRanks);
-  const size_t out_shards = jin::OutputShards(plan.algorithm, kRanks);
-  std::vector<std::unique_ptr<Sparse>> in, out;
-  std::vector<std::unique_ptr<std::barrier<>>> barriers;
-  for (int r = 0; r < kRanks; ++r) {
-    in.push_back(std::make_unique<Sparse>(in_shards * bytes));
-    out.push_back(std::make_unique<Sparse>(out_shards * bytes));
-    barriers.push_back(std::make_unique<std::barrier<>>(kThreads));
-    for (size_t s = 0; s < in_shards; ++s) {
-      for (size_t i = first_word; i < words; ++i) {
-        const uint32_t value = Value(r, 0, s * words + i, true);
-        memcpy(in[r]->data() + s * bytes + 4 * i, &value, 4);
-      }
+  std::shared_ptr<char> in[kRanks], out[kRanks];
+  BlockMemory blocks[kRanks];
+  // For each word of the segment, in each shard.
+  const auto for_each = [&](size_t shards, const auto& act) {
+    for (size_t s = 0; s < shards; ++s) {
+      for (size_t i = s * words + first_word; i < (s + 1) * words; ++i) act(i);
     }
-  }
-  std::vector<std::thread> threads;
+  };
   for (int r = 0; r < kRanks; ++r) {
-    for (int t = 0; t < kThreads; ++t) {
-      threads.emplace_back([&, r, t] {
-        Jitter jitter(r * 10 + t);
-        TestGroup group;
-        regions.GiveTo(&group);
-        group.rank = r;
-        HostThread thread{t, 0, 1, barriers[r].get(), &jitter};
-        const jin::InSegments<Call> call{{in[r]->data(), out[r]->data(), bytes}, packs, kSegments};
-        const uint32_t epoch = jin::Begin(thread, group);
-        for (int phase = 0; phase < Body::kPhases; ++phase) {
-          Body::RunPhase(phase, thread, group, call.At(last), epoch);
-        }
-        jin::End(thread, group, epoch);
-      });
-    }
+    const size_t in_shards = jin::InputShards(algorithm, kRanks);
+    in[r] = Sparse(in_shards * bytes);
+    out[r] = Sparse(jin::OutputShards(algorithm, kRanks) * bytes);
+    for_each(in_shards, [&](size_t i) {
+      const uint32_t value = Value(r, 0, i, true);
+      memcpy(in[r].get() + 4 * i, &value, 4);
+    });
   }
-  for (std::thread& t : threads) t.join();
-  long wrong = 0;
+  InThreads(kRanks, kThreads, [&](int r, int t) {
+    Jitter jitter(r * 10 + t);
+    const TestGroup group = GroupOf(regions, r);
+    HostThread thread{t, 0, 1, &jitter, &blocks[r]};
+    const jin::InSegments<Call> call{{in[r].get(), out[r].get(), bytes}, packs, kSegments};
+    const uint32_t epoch = jin::Begin(thread, group);
+    for (int phase = 0; phase < Body::kPhases; ++phase) {
+      Body::RunPhase(phase, thread, group, call.At(last), epoch);
+    }
+    jin::End(thread, group, epoch);
+  });
   for (int r = 0; r < kRanks; ++r) {
-    for (size_t s = 0; s < out_shards; ++s) {
-      for (size_t i = first_word; i < words; ++i) {
-        const uint32_t word = WordAt(out[r]->data() + s * bytes, i);
-        wrong += word != Expected(plan, kRanks, r, 0, s * words + i);
-      }
-    }
+    for_each(jin::OutputShards(algorithm, kRanks), [&](size_t i) {
+      wrong += WordAt(out[r].get(), i) != Expected(plan, kRanks, r, 0, i);
+    });
   }
-  return wrong;
 }
 
-int Offsets() {
+void Offsets() {
   const jin::Regions regions(2, kEpochBufferBytes);
   // Not a multiple of a pack; and one of everything, for the buffers that need it.
   constexpr size_t kAny = (size_t{6} << 30) + 20, kWhole = size_t{6} << 30;
   using enum jin::Algorithm;
   using jin::F32, jin::Buffer, jin::AlignedBuffer;
-  const long wrong =
-      LastSegment<jin::TwoShot<F32, 2>, Buffer>(kTwoShot, kAny, regions) +
-      LastSegment<jin::TwoShot<F32, 0>, AlignedBuffer>(kTwoShot, kWhole, regions) +
-      LastSegment<jin::ReduceScatter<F32, 2>, AlignedBuffer>(kReduceScatter, kWhole, regions) +
-      LastSegment<jin::ReduceScatter<F32, 0>, Buffer>(kReduceScatter, kAny, regions) +
-      LastSegment<jin::AllGather<F32, 2>, AlignedBuffer>(kAllGather, kWhole, regions) +
-      LastSegment<jin::AllGather<F32, 0>, Buffer>(kAllGather, kAny, regions) +
-      LastSegment<jin::AllToAll<F32, 2>, Buffer>(kAllToAll, kAny, regions);
-  printf("offsets: wrong %ld\n", wrong);
-  return wrong != 0;
+  LastSegment<jin::TwoShot<F32, 2>, Buffer>(kTwoShot, kAny, regions);
+  LastSegment<jin::TwoShot<F32, 0>, AlignedBuffer>(kTwoShot, kWhole, regions);
+  LastSegment<jin::ReduceScatter<F32, 2>, AlignedBuffer>(kReduceScatter, kWhole, regions);
+  LastSegment<jin::ReduceScatter<F32, 0>, Buffer>(kReduceScatter, kAny, regions);
+  LastSegment<jin::AllGather<F32, 2>, AlignedBuffer>(kAllGather, kWhole, regions);
+  LastSegment<jin::AllGather<F32, 0>, Buffer>(kAllGather, kAny, regions);
+  LastSegment<jin::AllToAll<F32, 2>, Buffer>(kAllToAll, kAny, regions);
 }
 
-}  // namespace
-
-int main(int argc, char** argv) {
-  const std::string variant = argc > 1 ? argv[1] : "sound";
-  if (variant == "offsets") return Offsets();
-  const int ranks = argc > 2 ? atoi(argv[2]) : 4;
-  const int calls = argc > 3 ? atoi(argv[3]) : 200;
-  const std::string mode = argc > 5 ? argv[5] : "";
-  const bool mesh = mode == "mesh";
-  if (argc > 4) patience = std::chrono::duration<double>(atof(argv[4]));
-
+void Sound(int ranks, int calls, const std::string& mode) {
   std::mt19937 random(20);
   std::vector<Plan> plans;
   uint32_t epochs = 0, permutes = 0;
   const std::vector<jin::Algorithm> kinds = KindsOf(mode);
   for (int k = 0; k < calls; ++k) {
-    const Plan& plan =
-        plans.emplace_back(RandomPlan(kinds[random() % kinds.size()], ranks, &random));
-    const bool is_kernel =
-        plan.experts.tokens == 0 && plan.routing.tokens == 0 && plan.tables.updates == 0;
-    permutes += plan.Permutes();
-    epochs += !is_kernel        ? 1
-              : plan.Permutes() ? 0
-                                : jin::Epochs(jin::PhasesOf(plan.algorithm), plan.segments);
+    plans.push_back(RandomPlan(kinds[random() % kinds.size()], ranks, &random));
+    permutes += plans[k].Permutes();
+    epochs += plans[k].Epochs();
   }
   const uint32_t first_epoch = 0u - epochs / 2;
   const jin::Regions regions(ranks, kEpochBufferBytes, first_epoch);
@@ -529,99 +524,61 @@ int main(int argc, char** argv) {
   // Permutes have regions of their own.
   const jin::Regions of_permutes(ranks, kEpochBufferBytes, 0u - permutes / 2);
 
-  std::atomic<long> wrong{0};
-  std::vector<std::thread> threads;
-  std::vector<Table> tables(ranks * kMaxBlocksHere);
-  std::vector<RoutingTable> routing_tables(ranks * kMaxBlocksHere);
-  std::vector<std::vector<std::vector<uint32_t>>> inputs(ranks);
-  std::vector<std::vector<jin::Guarded>> outputs(ranks);
-  std::vector<std::unique_ptr<std::barrier<>>> block_barriers, rank_barriers, check_barriers;
+  // What a rank has. Behind its blocks, one checks that all ranks run the same operation.
+  struct Rank {
+    std::vector<std::vector<uint32_t>> inputs;
+    std::vector<jin::Guarded> outputs;
+    BlockMemory blocks[kMaxBlocksHere];
+    std::barrier<> of_check, of_all;
+    explicit Rank(int ranks) : of_check(ranks), of_all(kMaxBlocksHere * kThreads + ranks) {}
+  };
+  std::deque<Rank> memory;
   for (int r = 0; r < ranks; ++r) {
-    rank_barriers.push_back(std::make_unique<std::barrier<>>(kMaxBlocksHere * kThreads + ranks));
-    check_barriers.push_back(std::make_unique<std::barrier<>>(ranks));
-    for (int b = 0; b < kMaxBlocksHere; ++b) {
-      block_barriers.push_back(std::make_unique<std::barrier<>>(kThreads));
-    }
+    auto& [inputs, outputs, blocks, of_check, of_all] = memory.emplace_back(ranks);
     for (int k = 0; k < calls; ++k) {
       const size_t n = plans[k].In(ranks);
-      inputs[r].emplace_back(n);
-      for (size_t i = 0; i < n; ++i) inputs[r][k][i] = Input(plans[k], r, k, i);
-      outputs[r].emplace_back(4 * plans[k].Out(ranks), plans[k].shift);
-      if (plans[k].in_place) memcpy(outputs[r][k].data(), inputs[r][k].data(), 4 * n);
+      inputs.emplace_back(n);
+      for (size_t i = 0; i < n; ++i) inputs[k][i] = Input(plans[k], r, k, i);
+      outputs.emplace_back(4 * plans[k].Out(ranks), plans[k].shift);
+      if (plans[k].in_place) memcpy(outputs[k].data(), inputs[k].data(), 4 * n);
     }
   }
-
-  const std::vector<jin::Links> links = CubeMesh(ranks);
-  if (mesh && !jin::IsCubeMesh(links)) return 2;
-  const auto group_of = [&](int rank, bool permutes) {
-    TestGroup group;
-    (permutes ? of_permutes : regions).GiveTo(&group);
-    group.rank = rank;
-    if (!mesh) return group;
-    group = jin::WithoutUnlinked(group, links[rank]);
-    group.links = links[rank];
-    return group;
-  };
-  for (int r = 0; r < ranks; ++r) {
-    // The block that checks that all ranks run the same operation.
-    for (int t = 0; t < ranks; ++t) {
-      threads.emplace_back([&, r, t] {
-        Jitter jitter(r * 100 + 50 + t);
-        TestGroup groups[] = {group_of(r, false), group_of(r, true)};
-        for (int k = 0; k < calls; ++k) {
-          TestGroup& group = groups[plans[k].Permutes()];
-          HostThread thread{t, 0, 1, check_barriers[r].get(), &jitter};
-          jitter.Pause();
-          group.operation =
-              jin::OperationWord(plans[k].algorithm, jin::ElementType::kF32, plans[k].bytes);
-          if (plans[k].Permutes()) {
-            const jin::Buffer none{inputs[r][k].data(), outputs[r][k].data(), plans[k].bytes};
-            jin::BeginPermute(thread, group, MembersOf(r, none, plans[k]));
-          } else {
-            jin::CheckSameOperation(thread, group, mesh ? group.links.peers : ~0u);
-          }
-          rank_barriers[r]->arrive_and_wait();
+  InThreads(ranks, kMaxBlocksHere * kThreads + ranks, [&](int r, int number) {
+    Jitter jitter(r * 100 + number);
+    auto& [inputs, outputs, blocks, of_check, of_all] = memory[r];
+    TestGroup groups[] = {GroupOf(regions, r), GroupOf(of_permutes, r)};
+    const int block = number / kThreads, in_check = number - kMaxBlocksHere * kThreads;
+    for (int k = 0; k < calls; ++k) {
+      const Plan& plan = plans[k];
+      TestGroup& group = groups[plan.Permutes()];
+      char* const out = outputs[k].data();
+      const void* const in = inputs[k].data();
+      const jin::Buffer whole{plan.in_place ? out : in, out, plan.bytes};
+      jitter.Pause();
+      if (in_check >= 0) {
+        HostThread thread{in_check, 0, 1, &jitter, nullptr, &of_check};
+        group.operation = jin::OperationWord(plan.algorithm, jin::ElementType::kF32, plan.bytes);
+        if (plan.Permutes()) {
+          jin::BeginPermute(thread, group, MembersOf(r, whole, plan));
+        } else {
+          jin::CheckSameOperation(thread, group, ~0u);
         }
-      });
-    }
-    for (int b = 0; b < kMaxBlocksHere; ++b) {
-      for (int t = 0; t < kThreads; ++t) {
-        threads.emplace_back([&, r, b, t] {
-          Jitter jitter(r * 100 + b * 10 + t);
-          TestGroup groups[] = {group_of(r, false), group_of(r, true)};
-          for (int k = 0; k < calls; ++k) {
-            const Plan& plan = plans[k];
-            TestGroup& group = groups[plan.Permutes()];
-            if (b < plan.blocks) {
-              const int block = r * kMaxBlocksHere + b;
-              HostThread thread{t,
-                                b,
-                                plan.blocks,
-                                block_barriers[block].get(),
-                                &jitter,
-                                &tables[block],
-                                &routing_tables[block]};
-              jitter.Pause();
-              char* const out = outputs[r][k].data();
-              const void* const in = inputs[r][k].data();
-              const jin::Buffer call{plan.in_place ? out : in, out, plan.bytes};
-              RunPlan(thread, group, call, plan);
-            }
-            // A kernel ends when all its blocks have ended; only then does the next one begin.
-            rank_barriers[r]->arrive_and_wait();
-          }
-        });
+      } else if (block < plan.blocks) {
+        HostThread thread{number % kThreads, block, plan.blocks, &jitter, &blocks[block]};
+        RunPlan(thread, group, whole, plan);
       }
+      // A kernel ends when all its blocks have ended; only then does the next one begin.
+      of_all.arrive_and_wait();
     }
-  }
-  for (std::thread& t : threads) t.join();
+  });
 
   for (int r = 0; r < ranks; ++r) {
     for (int k = 0; k < calls; ++k) {
-      for (size_t i = 0; i < outputs[r][k].size() / 4; ++i) {
-        wrong += WordAt(outputs[r][k].data(), i) != Expected(plans[k], ranks, r, k, i);
+      const jin::Guarded& output = memory[r].outputs[k];
+      for (size_t i = 0; i < output.size() / 4; ++i) {
+        wrong += WordAt(output.data(), i) != Expected(plans[k], ranks, r, k, i);
       }
-      wrong += outputs[r][k].Hit();
+      wrong += output.Hit();
     }
     const auto* header = regions.Header(r);
     for (uint32_t epoch : header->epoch) wrong += epoch != first_epoch + epochs;
@@ -636,9 +593,22 @@ int main(int argc, char** argv) {
       for (uint64_t word : of_parity) wrong += word != 0;
     }
   }
-  wrong += others_met;
-  const long full = static_cast<long>(regions.BytesLeft() + of_permutes.BytesLeft());
-  printf("%s: ranks %d calls %d wrong %ld bytes left %ld busy %d\n", variant.c_str(), ranks, calls,
-         wrong.load(), full, was_busy.load());
-  return wrong != 0 || full != 0 || was_busy;
+  wrong += static_cast<long>(regions.BytesLeft() + of_permutes.BytesLeft());
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  const std::string mode = argc > 1 ? argv[argc - 1] : "";
+  if (mode == "offsets") {
+    Offsets();
+  } else {
+    Sound(argc > 2 ? atoi(argv[1]) : 4, argc > 2 ? atoi(argv[2]) : 200, mode);
+  }
+  if (wrong + others_met + was_busy == 0) {
+    printf("done\n");
+    return 0;
+  }
+  printf("wrong %ld, others met %ld, busy %ld\n", wrong.load(), others_met.load(), was_busy.load());
+  return 1;
 }

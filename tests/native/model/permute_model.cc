@@ -21,7 +21,7 @@
 // "sound" break the protocol on purpose. Exit status: that of collectives_model.cc.
 #include "kernel_model.h"
 //
-#include "tests/native/permutations.h"
+#include "tests/native/tables.h"
 #include "xla_ffi/kernels/segments.h"
 
 namespace jin = jax_intranode;

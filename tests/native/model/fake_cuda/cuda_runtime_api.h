@@ -1,6 +1,6 @@
 // The few names of CUDA's runtime that host code uses which runs without a GPU: that of the
 // cuBLASLt pipeline (pipeline_test.cc defines its functions, which note what is enqueued), and the
-// handlers of collectives (failed_launch_test.cc).
+// handlers of collectives (gpu_calls_test.cc).
 #pragma once
 
 #include <cstddef>

@@ -6,12 +6,10 @@ watch also run under ThreadSanitizer, AddressSanitizer and UndefinedBehaviorSani
 """
 
 import os
-import re
 import shutil
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import jax
 import pytest
@@ -26,18 +24,9 @@ FLAGS = {
     "thread": ["-fsanitize=thread", "-DJAX_INTRANODE_NO_VECTORS"],
     "address": ["-fsanitize=address,undefined", "-fno-sanitize-recover=all"],
 }
-# Exit status 66 is that of a race. The programs themselves never exit with it.
-_SANITIZER = {"TSAN_OPTIONS": "halt_on_error=1 atexit_sleep_ms=100 exitcode=66"}
-_RACE = """
-#include <thread>
-int shared = 0;
-int main() {
-  std::thread a([] { for (int i = 0; i < 100000; ++i) ++shared; });
-  std::thread b([] { for (int i = 0; i < 100000; ++i) ++shared; });
-  a.join();
-  b.join();
-}
-"""
+_SANITIZER = {"TSAN_OPTIONS": "halt_on_error=1 atexit_sleep_ms=100"}
+
+Program = Callable[[str, str], Path]  # of a name and a build
 
 
 def run(*command: str | Path, timeout_s: float) -> subprocess.CompletedProcess[str]:
@@ -51,57 +40,36 @@ def run(*command: str | Path, timeout_s: float) -> subprocess.CompletedProcess[s
     )
 
 
-class Programs:
-    """Compiles each program when a test first asks for it."""
+@pytest.fixture(scope="module")
+def program(tmp_path_factory: pytest.TempPathFactory, pytestconfig: pytest.Config) -> Program:
+    """Compiles a program when a test first asks for it."""
+    compiler = shutil.which("c++") or shutil.which("g++")
+    if compiler is None:
+        pytest.skip("no C++ compiler (c++ or g++) on PATH")
+    directory = tmp_path_factory.mktemp("native")
 
-    def __init__(self, directory: Path, of_models: str):
-        self._directory, self._of_models = directory, of_models
-        found = shutil.which("c++") or shutil.which("g++")
-        if found is None:
-            pytest.skip("no C++ compiler (c++ or g++) on PATH")
-        self._compiler = found
-
-    def _compile(self, program: Path, sources: list[str], build: str) -> str:
-        """Returns the compiler's messages if it fails."""
+    def compiled(name: str, build: str) -> Path:
+        program = directory / f"{build}_{name}"
+        if program.exists():
+            return program
         # Models search long in the full tier. Others compile long.
         optimize = "-O0" if build == "plain" else "-O1"
-        optimize = self._of_models if program.name.endswith("_model") else optimize
+        if name.endswith("_model"):
+            optimize = "-O2" if pytestconfig.getoption("full") else "-O1"
         flags = ["-std=c++20", optimize, "-pthread", *FLAGS[build]]
         flags += ["-g1"] * (build != "plain")  # lines for the sanitizers' reports
         flags += ["--param", "ggc-min-heapsize=524288"]  # GCC collects garbage a fifth of its time
         # One unit: the headers take most of the time.
         unit = program.with_suffix(".cc")
-        unit.write_text("".join(f'#include "{source}"\n' for source in sources))
+        unit.write_text("".join(f'#include "{source}"\n' for source in listed.sources(name)))
         done = run(
-            self._compiler, *flags, "-I", str(ROOT), "-I", str(NATIVE / "model/fake_cuda"),
+            compiler, *flags, "-I", str(ROOT), "-I", str(NATIVE / "model/fake_cuda"),
             "-I", jax.ffi.include_dir(), unit, "-o", program, timeout_s=400,
         )  # fmt: skip
-        return done.stdout if done.returncode else ""
-
-    def _skip_unless_sanitizer_works(self) -> None:
-        source, program = self._directory / "races.cc", self._directory / "race"
-        source.write_text(_RACE)
-        if message := self._compile(program, [str(source)], "thread"):
-            pytest.skip(f"ThreadSanitizer can't be linked: {message[-300:]}")
-        outcome = run(program, timeout_s=100)
-        if outcome.returncode != 66:
-            pytest.skip(f"ThreadSanitizer does not run here: {outcome.stdout[-300:]}")
-
-    def get(self, name: str, build: str) -> Path:
-        program = self._directory / build / name
-        if not program.exists():
-            program.parent.mkdir(exist_ok=True)
-            if build == "thread":
-                self._skip_unless_sanitizer_works()
-            message = self._compile(program, listed.sources(name), build)
-            assert not message, message
+        assert done.returncode == 0, done.stdout
         return program
 
-
-@pytest.fixture(scope="module")
-def programs(tmp_path_factory: pytest.TempPathFactory, pytestconfig: pytest.Config) -> Programs:
-    of_models = "-O2" if pytestconfig.getoption("full") else "-O1"
-    return Programs(tmp_path_factory.mktemp("native"), of_models)
+    return compiled
 
 
 def marks(tier: str, build: str = "plain") -> list[pytest.MarkDecorator]:
@@ -109,24 +77,21 @@ def marks(tier: str, build: str = "plain") -> list[pytest.MarkDecorator]:
     return full + [pytest.mark.timeout(1200)] * (tier == "long")
 
 
-def sound() -> Iterator[Any]:
-    for name, program in listed.PROGRAMS.items():
-        for build in FLAGS if program.sanitized else ["plain"]:
-            for tier, tests in program.tiers().items():
-                for text in tests:
-                    yield pytest.param(
-                        build, name, text, marks=marks(tier, build), id=f"{build}-{name}-{text}"
-                    )
-
-
-@pytest.mark.parametrize(("build", "name", "arguments"), [*sound()])
-def test_sound(programs: Programs, build: str, name: str, arguments: str) -> None:
-    words = arguments.split()
-    outcome = run(programs.get(name, build), *words, timeout_s=1200)
+@pytest.mark.parametrize(
+    ("build", "name", "arguments"),
+    [
+        pytest.param(build, name, text, marks=marks(tier, build), id=f"{build}-{name}-{text}")
+        for name, one in listed.PROGRAMS.items()
+        for build in (FLAGS if one.sanitized else ["plain"])
+        for tier, text in one.runs()
+    ],
+)
+def test_sound(program: Program, build: str, name: str, arguments: str) -> None:
+    outcome = run(program(name, build), *arguments.split(), timeout_s=1200)
     assert outcome.returncode == 0, outcome.stdout
-    expected = listed.PROGRAMS[name].output.format(*(words or [""]), *[""] * 3)
-    assert re.fullmatch(expected, outcome.stdout), outcome.stdout
-    print(outcome.stdout.splitlines()[-1])
+    last = outcome.stdout.splitlines()[-1]
+    assert last == "done" or " wrong 0 sequences " in last, outcome.stdout
+    print(last)
 
 
 @pytest.mark.parametrize(
@@ -136,8 +101,8 @@ def test_sound(programs: Programs, build: str, name: str, arguments: str) -> Non
         for name, text, tier in listed.BROKEN
     ],
 )
-def test_broken_is_found(programs: Programs, name: str, arguments: str) -> None:
-    outcome = run(programs.get(name, "plain"), *arguments.split(), timeout_s=1200)
+def test_broken_is_found(program: Program, name: str, arguments: str) -> None:
+    outcome = run(program(name, "plain"), *arguments.split(), timeout_s=1200)
     assert outcome.returncode == 1, outcome.stdout
     ends = listed.BROKEN_ENDS.format(*arguments.split())
     assert any(line.startswith(ends) for line in outcome.stdout.splitlines()), outcome.stdout

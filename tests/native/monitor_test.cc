@@ -472,9 +472,9 @@ bool NotesOfPeersAreTold() {
 
 }  // namespace
 
-int main(int argc, char**) {
+int main(int argc, char** argv) {
   std::vector<Case> cases = Cases();
-  if (argc > 1) cases.pop_back();  // quick
+  if (argc > 1 && argv[1] == std::string("quick")) cases.pop_back();
   const bool passes = AbsencesAreJudged() && NotesOfPeersAreTold() && RunAll(cases);
   printf(passes ? "done\n" : "failed\n");
   return passes ? 0 : 1;

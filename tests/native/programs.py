@@ -13,107 +13,77 @@ def _folder(name: str) -> tuple[str, ...]:
     )
 
 
-_MODEL = "sound: ranks {1} operations {2} wrong 0 sequences .*\n"
-
-
 @dataclass(frozen=True)
 class Program:
     """A program, tests/native/NAME.cc or the model of that name, and its arguments.
 
     Attributes:
-        quick, full, long: the arguments of sound runs, by tier.
+        quick, full, long: the arguments of sound runs, by tier, with commas between runs.
         others: what is compiled with it.
-        output: what sound runs print, as a pattern. {1}, {2}: the arguments; {checked}: the results
-            of ranks and rounds.
         sanitized: whether it also runs under the sanitizers, which do not follow a model's jumps
             between stacks.
     """
 
-    quick: tuple[str, ...] = ()
-    full: tuple[str, ...] = ()
-    long: tuple[str, ...] = ()
+    quick: str = ""
+    full: str = ""
+    long: str = ""
     others: tuple[str, ...] = ()
-    output: str = "done\n"
     sanitized: bool = False
 
-    def tiers(self) -> dict[str, tuple[str, ...]]:
-        return {"quick": self.quick, "full": self.full, "long": self.long}
+    def runs(self) -> list[tuple[str, str]]:
+        """The tier and the arguments of each sound run."""
+        tiers = {"quick": self.quick, "full": self.full, "long": self.long}
+        return [(tier, run) for tier, runs in tiers.items() if runs for run in runs.split(", ")]
 
 
 PROGRAMS = {
     # Ranks, calls.
     "protocol_test": Program(
-        quick=(
-            *("2 300", "3 200", "4 100", "8 60"),
-            *("3 300 permutes", "2 300 ragged", "3 300 experts", "offsets"),
-        ),
-        full=(
-            *("2 2000", "3 1500", "4 1000", "8 400", "2 2000 permutes", "8 400 permutes"),
-            *("2 2000 ragged", "8 400 ragged", "2 2000 experts", "8 400 experts"),
-        ),
+        quick="2 300, 3 200, 4 100, 8 60, 3 300 permutes, 2 300 ragged, 3 300 experts, offsets",
+        full="2 2000, 3 1500, 4 1000, 8 400, 2 2000 permutes, 8 400 permutes, "
+        "2 2000 ragged, 8 400 ragged, 2 2000 experts, 8 400 experts",
         sanitized=True,
     ),
     # Ranks, processes, rounds.
     "host_group_test": Program(
-        quick=(
-            *("sound 2 1 33", "sound 2 2 33", "sound 3 3 20", "sound 8 4 10", "mesh 8 4 10"),
-            "others",
-        ),
-        full=(
-            *("sound 2 1 100", "sound 2 2 100", "sound 3 3 60", "sound 4 2 60"),
-            *("sound 8 1 30", "sound 8 4 30", "sound 8 8 30"),
-        ),
+        quick="sound 2 1 33, sound 2 2 33, sound 3 3 20, sound 8 4 10, mesh 8 4 10, others",
+        full="sound 2 1 100, sound 2 2 100, sound 3 3 60, sound 4 2 60, "
+        "sound 8 1 30, sound 8 4 30, sound 8 8 30",
         others=_folder("host"),
         sanitized=True,
     ),
-    "fused_order_test": Program(quick=("",)),
+    "fused_order_test": Program(quick="all"),
     "gpu_calls_test": Program(
-        quick=("2000",),
-        full=("100000",),
+        quick="2000",
+        full="100000",
         others=("xla_ffi/ffi/collectives_cuda.cc", *_folder("health")),
         sanitized=True,
     ),
-    "monitor_test": Program(quick=("quick",), full=("",), others=_folder("health"), sanitized=True),
-    "peer_record_test": Program(quick=("",)),
-    "segment_test": Program(quick=("",), others=("xla_ffi/host/segment.cc",)),
+    "monitor_test": Program(quick="quick", full="all", others=_folder("health"), sanitized=True),
+    "peer_record_test": Program(quick="all"),
+    "segment_test": Program(quick="all", others=("xla_ffi/host/segment.cc",)),
     # Ranks, operations, and how much of their behaviours.
     "collectives_model": Program(
-        quick=("sound 2 3 quick", "sound 2 4 mesh", "sound 2 1 few_rows"),
-        full=("sound 2 4 quick", "sound 2 8 mesh", "sound 2 2 few_rows"),
-        long=(
-            *("sound 2 4 full", "sound 2 6 quick", "sound 2 3 every_access", "sound 3 2 quick"),
-            *("sound 4 4 mesh", "sound 4 6 mesh"),
-        ),
-        output=_MODEL,
+        quick="sound 2 3 quick, sound 2 4 mesh, sound 2 1 few_rows",
+        full="sound 2 4 quick, sound 2 8 mesh, sound 2 2 few_rows",
+        long="sound 2 4 full, sound 2 6 quick, sound 3 2 quick, sound 4 4 mesh, sound 4 6 mesh",
     ),
     "permute_model": Program(
-        quick=("sound 2 3 quick", "sound 2 3 together"),
-        full=("sound 2 4 together", "sound 3 2 together"),
-        long=(
-            *("sound 2 3 full", "sound 2 3 every_access", "sound 3 2 quick"),
-            "sound 3 3 together",
-        ),
-        output=_MODEL,
+        quick="sound 2 3 quick, sound 2 3 together",
+        full="sound 2 4 together, sound 3 2 together",
+        long="sound 2 3 full, sound 3 2 quick, sound 3 3 together",
     ),
     "ragged_model": Program(
-        quick=("sound 2 2 full", "sound 2 2 experts"),
-        full=("sound 2 3 quick", "sound 2 3 experts", "sound 3 2 experts"),
-        long=("sound 2 3 full", "sound 3 2 quick"),
-        output=_MODEL,
+        quick="sound 2 2 full, sound 2 2 experts",
+        full="sound 2 3 quick, sound 2 3 experts, sound 3 2 experts",
+        long="sound 2 3 full, sound 3 2 quick",
     ),
-    "peer_model": Program(
-        long=("sound 2 3 full", "sound 2 4 quick", "sound 3 2 full"), output=_MODEL
-    ),
-    "log_model": Program(full=("sound 2 8", "sound 3 8"), output=_MODEL),
+    "peer_model": Program(long="sound 2 3 full, sound 2 4 quick, sound 3 2 full"),
+    "log_model": Program(full="sound 2 8, sound 3 8"),
     # Ranks, operations, what runs at the same time, random orders.
     "pipeline_test": Program(
-        quick=(
-            "sound 2 2 streams",
-            "sound 3 2 streams 20",
-            "sound 2 2 queue",
-            "sound 3 2 queue 20",
-        ),
-        full=("sound 2 3 streams", "sound 2 3 queue"),
+        quick="sound 2 2 streams, sound 3 2 streams 20, sound 2 2 queue, sound 3 2 queue 20",
+        full="sound 2 3 streams, sound 2 3 queue",
     ),
 }
 

@@ -8,9 +8,8 @@
 // all-gather and all-to-all, without a barrier between the ranks. In some sequences the first three
 // are norms (kernels/norm_protocol.h), of rows of one pack. Some run in segments. Of both,
 // sequences of 3 ranks have at most 3 operations. The epoch wraps on the way. `depth` is "full";
-// "quick", which runs some of the sequences; "every_access", which leaves out no interleaving
-// (machine.h), with packets of two words; "mesh": 2 or 4 ranks are a hybrid cube mesh with quads of
-// 1 or 2 ranks, and all operations are of that algorithm; or "few_rows": sums of products of few
+// "quick", which runs some of the sequences; "mesh": 2 or 4 ranks are a hybrid cube mesh with quads
+// of 1 or 2 ranks, and all operations are of that algorithm; or "few_rows": sums of products of few
 // rows (kernels/few_rows.h), alone and mixed with the other operations. Their first kernel is a
 // block that runs beside those of the second one.
 //
@@ -144,10 +143,8 @@ uint32_t Sum(int ranks, int operation, size_t i, bool floating) {
 // One sequence of operations.
 class Sequence : public model::KernelModel {
  public:
-  Sequence(int ranks, std::vector<Plan> plans, bool every_access)
-      : KernelModel(ranks, 128 * (ranks - 1), First(plans), {}, {every_access}),
-        plans_(std::move(plans)),
-        every_access_(every_access) {
+  Sequence(int ranks, std::vector<Plan> plans)
+      : KernelModel(ranks, 128 * (ranks - 1), First(plans), {}), plans_(std::move(plans)) {
     memset(&local, 0, sizeof local);
     machine_.AddLocalMemory(local.out, sizeof local.out);
     machine_.AddLocalMemory(local.started, sizeof local.started);
@@ -282,7 +279,7 @@ class Sequence : public model::KernelModel {
         if (plan.norm && !jin::OnlyCopies(plan.algorithm)) {
           ranks_ == 2 ? RunNorm<2>(thread, group, call, plan)
                       : RunNorm<0>(thread, group, call, plan);
-        } else if (every_access_ || few_rows_) {
+        } else if (few_rows_) {
           RunKernel<jin::F32, 0, jin::HalfPackets>(thread, group, call, plan);
         } else if (ranks_ == 2 && plan.floating) {
           RunKernel<jin::F32, 2>(thread, group, call, plan);
@@ -311,7 +308,7 @@ class Sequence : public model::KernelModel {
       const uint32_t expected = jin::OnlyCopies(algorithm)
                                     ? Value(static_cast<int>(i / shard), k, in, plan.floating)
                                     : Sum(ranks_, k, in, plan.floating);
-      if ((every_access_ || few_rows_) && i % 4 >= 2) continue;  // of half packets
+      if (few_rows_ && i % 4 >= 2) continue;  // of half packets
       if (local.out[rank][k][i] != expected) {
         FailResult(k, rank, std::string(" (") + jin::AlgorithmName(algorithm) + ")");
       }
@@ -331,7 +328,6 @@ class Sequence : public model::KernelModel {
   }
 
   const std::vector<Plan> plans_;
-  const bool every_access_;
   int blocks_ = 1;
   bool few_rows_ = false;
   Input inputs_[kMostRanks][kMostOperations];
@@ -369,11 +365,11 @@ bool IsLong(int pattern) { return pattern >= 4; }
 int main(int argc, char** argv) {
   model::Totals totals(argc, argv, 4);
   const int ranks = totals.ranks, operations = totals.operations;
-  const bool mesh = totals.more == "mesh", every_access = totals.more == "every_access";
+  const bool mesh = totals.more == "mesh";
   const bool few_rows = totals.more == "few_rows";
   if (!totals.Fit(mesh ? 4 : 3, kMostOperations) || (mesh && ranks % 2 != 0)) return 2;
   // A hybrid cube mesh runs neither segments nor norms, and nor do sums of few rows.
-  const int patterns = every_access || few_rows ? 1 : mesh ? 4 : kPatterns;
+  const int patterns = few_rows ? 1 : mesh ? 4 : kPatterns;
   const int kinds = few_rows ? 2 : kKinds;  // few rows, or one of the others
   for (int pattern = 0; pattern < patterns; ++pattern) {
     const int length = ranks > 2 && !mesh && IsLong(pattern) ? std::min(operations, 3) : operations;
@@ -393,7 +389,7 @@ int main(int argc, char** argv) {
         plans.push_back(PlanOf(pattern, k, kind));
         names += std::string(" ") + jin::AlgorithmName(kind);
       }
-      if (totals.IsWrong(Sequence(ranks, plans, every_access).Search(), names)) return 1;
+      if (totals.IsWrong(Sequence(ranks, plans).Search(), names)) return 1;
     }
   }
   totals.Print();

@@ -4,10 +4,34 @@
 
 #include "atomics.h"
 //
-#include "half_packets.h"
 #include "totals.h"
 #include "xla_ffi/kernels/group.h"
+#include "xla_ffi/kernels/packets.h"
 #include "xla_ffi/kernels/types.h"
+
+namespace jax_intranode {
+
+// Packets with half of the payload, for searches that are large otherwise: two words are enough to
+// arrive in parts.
+struct HalfPackets {
+  static constexpr size_t kBytes = 8;
+  static void Put(char* slot, size_t i, const Pack& p) {
+    for (int k = 0; k < 2; ++k) Store(At(slot, i) + k, p.word[k]);
+  }
+  static bool TryGet(char* slot, size_t i, Pack* p) {
+    *p = {};
+    for (int k = 0; k < 2; ++k) p->word[k] = Load(At(slot, i) + k);
+    return p->word[0] != kEmpty && p->word[1] != kEmpty;
+  }
+  static void Arm(char* slot, size_t i) {
+    for (int k = 0; k < 2; ++k) Store(At(slot, i) + k, kEmpty);
+  }
+  static uint32_t* At(char* slot, size_t i) {
+    return reinterpret_cast<uint32_t*>(slot + i * kBytes);
+  }
+};
+
+}  // namespace jax_intranode
 
 namespace model {
 
@@ -82,14 +106,13 @@ struct Layout {
 // A program of ranks, each of which has a region.
 class RegionsModel {
  public:
-  RegionsModel(int ranks, const Layout& layout, std::vector<HeaderWords> fields, size_t objects = 0,
-               Options options = {})
+  RegionsModel(int ranks, const Layout& layout, std::vector<HeaderWords> fields, size_t objects = 0)
       : ranks_(ranks),
         layout_(layout),
         fields_(std::move(fields)),
         header_words_(WordsOf(fields_)),
         words_of_rank_(header_words_ + layout.data_bytes / 4),
-        machine_(ranks * words_of_rank_, layout.empty, objects, options) {
+        machine_(ranks * words_of_rank_, layout.empty, objects) {
     for (int r = 0; r < ranks_; ++r) {
       const size_t bytes = layout.header_bytes + layout.data_bytes;
       memory_.push_back(std::make_unique<Aligned[]>(bytes / sizeof(Aligned) + 1));
@@ -197,12 +220,11 @@ class RegionsModel {
 // Operations of the kernels: a region has two epoch buffers. `first` is the first epoch.
 class KernelModel : public RegionsModel {
  public:
-  KernelModel(int ranks, size_t epoch_buffer_bytes, uint32_t first, std::vector<HeaderWords> fields,
-              Options options = {})
+  KernelModel(int ranks, size_t epoch_buffer_bytes, uint32_t first, std::vector<HeaderWords> fields)
       : RegionsModel(ranks,
                      {jin::kHeaderBytes, offsetof(jin::RegionHeader, peer_operation),
                       2 * epoch_buffer_bytes, jin::kEmpty},
-                     std::move(fields), 0, options),
+                     std::move(fields)),
         epoch_buffer_bytes_(epoch_buffer_bytes) {
     for (int r = 0; r < ranks; ++r) {
       for (uint32_t& epoch : Header(r)->epoch) epoch = first;

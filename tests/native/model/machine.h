@@ -26,7 +26,6 @@
 //   before can still be read then.
 //   A look that ends in Wait() is taken back: it did nothing but narrow the thread's own view. If
 //   no thread can get past its wait, whatever it reads, that is a wait without end.
-// With Options::every_access none of this is left out. Then each access is a step of its own.
 //
 // States are told apart by 128 bits of a hash, and no state is visited twice.
 #pragma once
@@ -42,19 +41,75 @@
 #include <vector>
 
 #include "fiber.h"
-#include "machine_state.h"
 
 namespace model {
 
 enum class Order { kRelaxed, kAcquire, kRelease };
 
-struct Options {
-  bool every_access = false;  // each access is a step, and looks that fail are kept
+// What is known of a program at one point of the search.
+
+using Words = std::vector<uint32_t>;
+constexpr int kMost = 14;           // values of a word that can still be read
+constexpr uint32_t kGap = 1 << 12;  // between the times of adjacent values
+
+enum class Width : uint8_t { kInitial, kWord, kPair };
+enum class At : uint8_t { kLocal, kLook, kBarrier, kCondition };
+
+struct Message {
+  uint32_t value;
+  uint32_t time;     // its place in the coherence order of its word
+  int32_t released;  // the view that an acquire operation gets, in views_; -1: none
+  uint16_t pair;     // which 64-bit store it belongs to
+  Width width;
+};
+struct Thread {
+  Words now;       // its view: of each word the time, then how far it has seen each thread
+  Words acquired;  // what an acquire fence would add
+  int32_t released = -1;
+  uint64_t history = 1;
+  bool ended = false, looking = false;
+  int barrier = -1;
+  At at = At::kLocal;
+  const std::function<bool()>* ready = nullptr;
+};
+struct Plain {
+  uint64_t value = 0;
+  int writer = 0;
+  uint32_t written = 0;
+};
+struct State {
+  std::vector<Message> messages;
+  std::vector<uint8_t> counts;
+  std::vector<Thread> threads;
+  std::vector<Plain> plain;
+  Words reads;  // when each thread has read each object
+  std::vector<char> local;
+  uint16_t pairs = 0;
+};
+struct Snapshot {
+  State state;
+  std::vector<Fiber::Saved> fibers;
+  size_t views;
+};
+struct Choice {
+  uint8_t chosen, of;
+};
+struct Step {
+  int thread;
+  std::vector<Choice> choices;
+};
+struct Key {
+  uint64_t a, b;
+  bool operator==(const Key&) const = default;
+};
+struct HashKey {
+  size_t operator()(const Key& key) const { return key.a; }
 };
 
 class Machine {
  public:
   static constexpr const char* kEndless = "a wait without end";
+  static constexpr const char* kMixed = "wrong: accesses of 32 and 64 bits race";
 
   struct Result {
     std::string error;  // empty if every behaviour is right
@@ -64,8 +119,7 @@ class Machine {
   };
 
   // `initial` is the value of all words. `word_name` says what a word is, for traces.
-  Machine(size_t words, uint32_t initial, size_t plain_objects, Options options = {})
-      : words_(words), options_(options) {
+  Machine(size_t words, uint32_t initial, size_t plain_objects) : words_(words) {
     state_.messages.assign(words * kMost, Message{});
     state_.counts.assign(words, 1);
     for (size_t w = 0; w < words; ++w) {
@@ -75,17 +129,13 @@ class Machine {
   }
 
   void SetInitial(size_t word, uint32_t value) { At(word, 0).value = value; }
-  void AddThread(std::string name, std::function<void()> body) {
-    names_.push_back(std::move(name));
-    bodies_.push_back(std::move(body));
-  }
   // A thread for each block of each rank.
   template <class Run>
   void AddBlocks(int ranks, int blocks, Run run) {
     for (int r = 0; r < ranks; ++r) {
       for (int b = 0; b < blocks; ++b) {
-        AddThread("rank " + std::to_string(r) + " block " + std::to_string(b),
-                  [run, r, b] { run(r, b); });
+        names_.push_back("rank " + std::to_string(r) + " block " + std::to_string(b));
+        bodies_.push_back([run, r, b] { run(r, b); });
       }
     }
   }
@@ -135,14 +185,10 @@ class Machine {
 
   uint32_t Load(size_t word, Order order) {
     BeforeLoad();
-    Thread& t = Me();
-    const int first = Oldest(word), count = state_.counts[word];
-    for (int i = first + 1; i < count; ++i) {
-      if (At(word, i).width == Width::kPair)
-        return Fail("wrong: accesses of 32 and 64 bits race"), 0;
-    }
-    const int i = count - 1 - Choose(count - first);
-    Observe(t, word, i, order);
+    if (IsMixed(word, Width::kPair)) return Fail(kMixed), 0;
+    const int count = state_.counts[word];
+    const int i = count - 1 - Choose(count - Oldest(word));
+    Observe(Me(), word, i, order);
     const uint32_t value = At(word, i).value;
     Remember(value);
     if (tracing_) Trace("loads " + Name(word) + " = " + Hex(value));
@@ -160,59 +206,26 @@ class Machine {
   // Two adjacent words that are accessed as one.
   uint64_t LoadPair(size_t word, Order order = Order::kRelaxed) {
     BeforeLoad();
-    Thread& t = Me();
     const size_t high = word + 1;
-    const int low_first = Oldest(word), high_first = Oldest(high);
-    const int lows = state_.counts[word], highs = state_.counts[high];
-    for (int i = low_first + 1; i < lows; ++i) {
-      if (At(word, i).width == Width::kWord)
-        return Fail("wrong: accesses of 32 and 64 bits race"), 0;
-    }
-    for (int i = high_first + 1; i < highs; ++i) {
-      if (At(high, i).width == Width::kWord)
-        return Fail("wrong: accesses of 32 and 64 bits race"), 0;
-    }
-    int pairs = 0;
-    for (int i = lows - 1; i >= low_first; --i) {
-      for (int j = highs - 1; j >= high_first; --j) pairs += IsCut(word, i + 1, j + 1);
-    }
-    int chosen = Choose(pairs);
-    for (int i = lows - 1; i >= low_first; --i) {
-      for (int j = highs - 1; j >= high_first; --j) {
-        if (!IsCut(word, i + 1, j + 1) || chosen-- != 0) continue;
-        Observe(t, word, i, order);
-        Observe(t, high, j, order);
-        const uint64_t value = At(word, i).value | uint64_t{At(high, j).value} << 32;
-        Remember(value);
-        if (tracing_) Trace("loads " + Name(word) + ", 64 bits = " + Hex(value));
-        return value;
-      }
-    }
-    return Fail("no value to load"), 0;
+    if (IsMixed(word, Width::kWord) || IsMixed(high, Width::kWord)) return Fail(kMixed), 0;
+    const auto [i, j] = ChooseCut(word);
+    Observe(Me(), word, i - 1, order);
+    Observe(Me(), high, j - 1, order);
+    const uint64_t value = At(word, i - 1).value | uint64_t{At(high, j - 1).value} << 32;
+    Remember(value);
+    if (tracing_) Trace("loads " + Name(word) + ", 64 bits = " + Hex(value));
+    return value;
   }
 
   void StorePair(size_t word, uint64_t value) {
     BeforeStore();
-    const size_t high = word + 1;
-    const int low_first = Oldest(word), high_first = Oldest(high);
-    const int lows = state_.counts[word], highs = state_.counts[high];
-    int pairs = 0;
-    for (int i = lows; i > low_first; --i) {
-      for (int j = highs; j > high_first; --j) pairs += IsCut(word, i, j);
-    }
-    int chosen = Choose(pairs);
-    for (int i = lows; i > low_first; --i) {
-      for (int j = highs; j > high_first; --j) {
-        if (!IsCut(word, i, j) || chosen-- != 0) continue;
-        const uint16_t store = ++state_.pairs;
-        Insert(word, i,
-               Message{static_cast<uint32_t>(value), 0, Me().released, store, Width::kPair});
-        Insert(high, j,
-               Message{static_cast<uint32_t>(value >> 32), 0, Me().released, store, Width::kPair});
-        if (tracing_) Trace("stores " + Name(word) + ", 64 bits = " + Hex(value) + Place(word, i));
-        return;
-      }
-    }
+    const auto [i, j] = ChooseCut(word);
+    const int32_t released = Me().released;
+    const uint16_t pair = ++state_.pairs;
+    Insert(word, i, Message{static_cast<uint32_t>(value), 0, released, pair, Width::kPair});
+    const auto high = static_cast<uint32_t>(value >> 32);
+    Insert(word + 1, j, Message{high, 0, released, pair, Width::kPair});
+    if (tracing_) Trace("stores " + Name(word) + ", 64 bits = " + Hex(value) + Place(word, i));
   }
 
   void AcquireFence() {
@@ -255,7 +268,6 @@ class Machine {
   void Wait() {
     if (tracing_) Trace("must wait");
     waits_ = true;
-    if (options_.every_access) Me().history = Me().before_look;
     Me().looking = false;
     Yield(At::kLook);
   }
@@ -354,28 +366,47 @@ class Machine {
     return i;
   }
 
+  // Whether a value that may be read, but for the oldest one, was stored with another width.
+  bool IsMixed(size_t word, Width other) {
+    for (int i = Oldest(word) + 1; i < state_.counts[word]; ++i) {
+      if (At(word, i).width == other) return true;
+    }
+    return false;
+  }
+
+  // Where a word has what a 64-bit store has stored; -1: everybody has seen it, and it was dropped.
+  int PlaceOf(uint16_t pair, size_t word) {
+    int place = state_.counts[word] - 1;
+    while (place >= 0 && (At(word, place).width != Width::kPair || At(word, place).pair != pair)) {
+      --place;
+    }
+    return place;
+  }
+
   // Whether values up to the i-th of a word and up to the j-th of the next word can be all that has
   // been stored, as far as 64-bit stores go.
   bool IsCut(size_t word, int i, int j) {
     for (int k = 0; k < state_.counts[word]; ++k) {
       const Message& low = At(word, k);
-      if (low.width != Width::kPair) continue;
-      int of_high = -1;  // dropped: everybody has seen it
-      for (int l = 0; l < state_.counts[word + 1]; ++l) {
-        if (At(word + 1, l).width == Width::kPair && At(word + 1, l).pair == low.pair) of_high = l;
-      }
-      if ((k < i) != (of_high < j)) return false;
+      if (low.width == Width::kPair && (k < i) != (PlaceOf(low.pair, word + 1) < j)) return false;
     }
-    for (int l = 0; l < state_.counts[word + 1]; ++l) {
-      const Message& high = At(word + 1, l);
-      if (high.width != Width::kPair) continue;
-      int of_low = -1;
-      for (int k = 0; k < state_.counts[word]; ++k) {
-        if (At(word, k).width == Width::kPair && At(word, k).pair == high.pair) of_low = k;
-      }
-      if ((of_low < i) != (l < j)) return false;
+    for (int k = 0; k < state_.counts[word + 1]; ++k) {
+      const Message& high = At(word + 1, k);
+      if (high.width == Width::kPair && (PlaceOf(high.pair, word) < i) != (k < j)) return false;
     }
     return true;
+  }
+
+  // One of the cuts that the thread's view allows.
+  std::pair<int, int> ChooseCut(size_t word) {
+    std::vector<std::pair<int, int>> cuts;
+    for (int i = state_.counts[word]; i > Oldest(word); --i) {
+      for (int j = state_.counts[word + 1]; j > Oldest(word + 1); --j) {
+        if (IsCut(word, i, j)) cuts.push_back({i, j});
+      }
+    }
+    if (cuts.empty()) Fail("no value to load");
+    return cuts[Choose(static_cast<int>(cuts.size()))];
   }
 
   void Observe(Thread& t, size_t word, int i, Order order) {
@@ -410,18 +441,10 @@ class Machine {
   }
 
   void BeforeLoad() {
-    Thread& t = Me();
-    if (options_.every_access) {
-      if (!t.looking) t.before_look = t.history;
-      t.looking = true;
-      Yield(At::kLook);
-    } else if (!t.looking) {
-      t.looking = true;
-      Yield(At::kLook);
-    }
+    if (std::exchange(Me().looking, true)) return;
+    Yield(At::kLook);
   }
   void BeforeStore() {
-    if (options_.every_access) Yield(At::kLook);
     dirty_ = true;
     Me().looking = false;
     Mix(&Me().history, 5);
@@ -501,7 +524,6 @@ class Machine {
     }
     for (const Thread& t : state_.threads) {
       mix(t.history);
-      mix(t.before_look);
       mix(t.ended | t.looking << 1 | static_cast<int>(t.at) << 2);
       mix(t.barrier);
       mix_view(t.now);
@@ -561,7 +583,7 @@ class Machine {
       const Thread& t = state_.threads[i];
       all_ended &= t.ended;
       if (!CanRun(t)) continue;
-      if (t.at != At::kLook && !options_.every_access) {
+      if (t.at != At::kLook) {
         candidates = {static_cast<int>(i)};
         break;
       }
@@ -589,35 +611,19 @@ class Machine {
         path_.push_back({thread, choices});
         if (failed_) return 0;
         clean = waits_ && !dirty_;
-        if (!waits_ || options_.every_access) {
-          moved |= !waits_;
-          clean = false;
+        if (!waits_) {
+          moved = true;
           interleavings += Visit();
           if (!result_.error.empty()) return 0;
         }
         path_.pop_back();
       } while (Next(&choices));
     }
-    if (options_.every_access ? IsStuck(here, candidates) : !moved) {
+    if (!moved) {
       result_.error = kEndless;
       return 0;
     }
     return seen_[key] = interleavings;
-  }
-
-  // every_access: whether all threads have just seen that they must wait, and must wait again if
-  // they load the newest values.
-  bool IsStuck(const Snapshot& here, const std::vector<int>& candidates) {
-    for (int thread : candidates) {
-      const Thread& t = here.state.threads[thread];
-      if (t.at != At::kLook || t.looking) return false;
-      Restore(here);
-      do {
-        Run(thread, {});
-        if (dirty_ || state_.threads[thread].ended) return false;
-      } while (!waits_);
-    }
-    return true;
   }
 
   std::string Name(size_t word) const {
@@ -635,7 +641,6 @@ class Machine {
   void Trace(const std::string& what) { result_.trace.push_back(names_[current_] + " " + what); }
 
   const size_t words_;
-  const Options options_;
   State state_;
   std::vector<std::unique_ptr<Words>> views_;
   std::vector<std::unique_ptr<Fiber>> fibers_;

@@ -11,8 +11,7 @@
 // and whether a rank is a GPU or a CPU device. A GPU has a thread that begins the calls
 // (BeginPermute) beside those that work on the data. It stands for the threads of one block, which
 // run one after another. On a CPU device one thread does all. `depth` is "full"; "together", which
-// has CPU devices only; "quick", which runs some of the sequences; or "every_access", which has CPU
-// devices and one member only, and leaves out no interleaving (machine.h). Of kernels of two blocks
+// has CPU devices only; or "quick", which runs some of the sequences. Of kernels of two blocks
 // some sequences run. 3 ranks run fewer patterns, and with two members at most 2 calls.
 //
 // Checked are all results, that no rank meets another operation, that no rank waits for ever, that
@@ -85,9 +84,8 @@ uint32_t Value(int rank, int call, int member, size_t i) {
 // One sequence of calls.
 class Sequence : public model::KernelModel {
  public:
-  Sequence(int ranks, std::vector<Plan> plans, bool together, bool every_access)
-      : KernelModel(ranks, EpochBufferBytes(plans), First(plans), Fields(First(plans)),
-                    {every_access}),
+  Sequence(int ranks, std::vector<Plan> plans, bool together)
+      : KernelModel(ranks, EpochBufferBytes(plans), First(plans), Fields(First(plans))),
         plans_(std::move(plans)),
         together_(together) {
     memset(&local, 0x5A, sizeof local);
@@ -312,12 +310,11 @@ int main(int argc, char** argv) {
   model::Totals totals(argc, argv, 3);
   const int ranks = totals.ranks, calls = totals.operations;
   if (!totals.Fit(kMostRanks, kMostCalls)) return 2;
-  const bool quick = totals.more == "quick", every_access = totals.more == "every_access";
+  const bool quick = totals.more == "quick";
   const std::vector<Permutation> all = PermutationsOf(ranks);
   const size_t kinds = all.size();
-  const int first = totals.more == "together" || every_access ? kTogether : 0;
-  const int end = every_access ? kTogether + 1 : kPatterns;
-  for (int pattern = first; pattern < end; ++pattern) {
+  const int first = totals.more == "together" ? kTogether : 0;
+  for (int pattern = first; pattern < kPatterns; ++pattern) {
     if (ranks > 2 && pattern > 0 && pattern < kTogether) continue;
     const int length = ranks > 2 && pattern > kTogether ? std::min(calls, 2) : calls;
     size_t sequences = 1;
@@ -341,8 +338,8 @@ int main(int argc, char** argv) {
           names += "]";
         }
       }
-      const bool wrong = totals.IsWrong(
-          Sequence(ranks, plans, pattern >= kTogether, every_access).Search(), names);
+      const bool wrong =
+          totals.IsWrong(Sequence(ranks, plans, pattern >= kTogether).Search(), names);
       if (wrong) return 1;
     }
   }

@@ -11,8 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import pytest
 from devices import need_devices
+from jax import lax
 from jax.sharding import AxisType
 from tiers import quick
 
@@ -41,9 +43,9 @@ def compare(build: Any, shape: int, kind: AxisType = AxisType.Auto) -> None:
     auto_corpus.compare(build, meshes[shape % len(meshes)], jax.default_backend() == "cpu")
 
 
-# 6 is a gradient of a gradient with remat and scan. In 14 and 29 several shardings are possible:
-# XLA's choice depends on the order of operations, and on what loops and functions use.
-@pytest.mark.parametrize("seed", quick(range(40), (6,)))
+# 6 is a gradient of a gradient with remat and scan; 22 donates, and has cond and vmap. In 14 and 29
+# several shardings are possible: XLA's choice depends on the order of operations, and on what loops and functions use.
+@pytest.mark.parametrize("seed", quick(range(40), (6, 22)))
 def test_made_programs(seed: int) -> None:
     compare(auto_corpus.made_program(seed), seed)
 
@@ -57,6 +59,36 @@ def test_einsums(seed: int) -> None:
 @pytest.mark.parametrize("seed", quick(range(20), range(4)))
 def test_einsums_over_explicit_axes(seed: int) -> None:
     compare(auto_corpus.random_einsum(seed), 0 if seed % 5 == 0 else 1, AxisType.Explicit)
+
+
+EVERY = auto_corpus.SEQUENCE
+
+
+@pytest.mark.parametrize(
+    "specs",
+    [
+        (("model",), ("model",), ()),
+        ((EVERY,), EVERY, (None, EVERY)),
+        (EVERY, (None, "model"), (None, "model")),
+        ((None, "model"), ("model",), EVERY),
+        (("model",), (EVERY,), (None, "data")),
+    ],
+)
+def test_shardings_are_those_that_xla_chooses(specs: Any) -> None:
+    """Where several are possible, XLA's choice depends on how it has simplified the program."""
+
+    def build(mesh: Any) -> auto_corpus.Built:
+        def loss(up: Any, down: Any, y: Any) -> Any:
+            def layer(y: Any, _: Any) -> Any:
+                return jnp.tanh(y @ up) @ down + y, None
+
+            return (lax.scan(layer, y, None, length=2)[0] ** 2).mean()
+
+        shapes = (16, 32), (32, 16), (8, 16)
+        arguments = (auto_corpus.normal(i, n, *specs[i]) for i, n in enumerate(shapes))
+        return jax.grad(loss, argnums=(0, 1)), tuple(arguments), 0
+
+    auto_corpus.compare(build, auto_corpus.meshes_of(jax.devices()[:4])[1], runs=True)
 
 
 # Those whose training step XLA still does a part of.

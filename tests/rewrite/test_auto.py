@@ -33,6 +33,7 @@ from jax.sharding import PartitionSpec as P
 from tiers import full
 
 import jax_intranode
+from jax_intranode._src import operations
 from jax_intranode._src.health import call_sites
 from jax_intranode._src.jax_private import hlo
 from jax_intranode._src.ops import fallback
@@ -113,15 +114,48 @@ def maximum_from_three(x: Any) -> Any:
     return lax.reduce(x, np.array(3, x.dtype), lax.max, (1,))
 
 
+def over_data(ins: Any, outs: Any, vma: bool = True) -> Any:
+    """Makes a body that of a shard_map that binds "data" and leaves "model" to XLA."""
+    how = {"in_specs": ins, "out_specs": outs, "axis_names": {"data"}, "check_vma": vma}
+    return lambda body: lambda *args: jax.shard_map(body, mesh=two_axes(), **how)(*args)
+
+
+DATA, WHOLE = P("data"), P()
+
+
+@over_data((WHOLE, DATA), WHOLE, vma=False)
 def partly_manual_softmax(p: Any, x: Any) -> Any:
-    return jax.shard_map(
-        lambda w, x: lax.pmax(jax.nn.softmax(x @ w["up"]), "data"),
-        mesh=two_axes(),
-        in_specs=(P(), P("data")),
-        out_specs=P(),
-        axis_names={"data"},
-        check_vma=False,
-    )(p, x)
+    return lax.pmax(jax.nn.softmax(x @ p["up"]), "data")
+
+
+def each_kind(x: Any) -> Any:
+    total = lax.psum(x, "data")
+    whole = lax.all_gather(x, "data", axis=0, tiled=True)
+    part = lax.psum_scatter(whole * 2, "data", scatter_dimension=0, tiled=True)
+    turned = lax.all_to_all(jnp.sin(whole), "data", 0, 0, tiled=True)
+    return total[None] + part[None], turned
+
+
+@over_data(DATA, DATA)
+def exchanged(*xs: Any) -> Any:
+    return [lax.all_to_all(x, "data", 0, 0, tiled=True) for x in xs]
+
+
+@over_data((DATA, DATA, WHOLE), WHOLE)
+def expert(up: Any, down: Any, x: Any) -> Any:
+    """Each device of "data" has an expert, whose matmuls XLA partitions over "model"."""
+    return lax.psum(jax.nn.gelu(x @ up[0]) @ down[0], "data")
+
+
+@over_data((WHOLE, DATA), WHOLE, vma=False)
+def gather_before_a_matmul(x: Any, w: Any) -> Any:
+    """Both share a shard_map, whose operand has the shape that it has before the gather."""
+    return x @ lax.all_gather(w, "data", axis=0, tiled=True)
+
+
+def beside_a_whole_shard_map(x: Any, w: Any) -> Any:
+    specs = {"in_specs": P("data", "model"), "out_specs": DATA}
+    return jax.shard_map(lambda x: lax.psum(x, "model"), mesh=two_axes(), **specs)(x) + x @ w
 
 
 def columns_of_a_broadcast(x: Any, w: Any) -> Any:
@@ -204,6 +238,9 @@ X = of((8, 16), "data")
 DIVIDED = of((8, 16), None, "model")
 BOTH = of((8, 16), *EVERY)
 TABLE = of((64, 16), "model")
+EXPERT = of((2, 16, 32), "data", None, "model"), of((2, 32, 16), *EVERY), of((8, 16))
+EACH_KIND = {"psum": 1, "all_gather": 1, "psum_scatter": 1, "all_to_all": 1}
+FLOAT8 = [dtype for dtype in operations.EXCHANGED if dtype.startswith("float8")]
 # The function, its arguments, and how many operations of this package there must be. "left" says
 # how many of XLA's collectives stay, of more: 0 if it is not there.
 PROGRAMS: dict[str, tuple[Callable[..., Any], tuple[Any, ...], dict[str, int]]] = {
@@ -227,6 +264,29 @@ PROGRAMS: dict[str, tuple[Callable[..., Any], tuple[Any, ...], dict[str, int]]] 
     },
     "softmax": (lambda p, x: jax.nn.log_softmax(x @ p["up"]), (TP, X), {"pmax": 1, "psum": 1}),
     "a partly manual softmax": (partly_manual_softmax, (TP, X), {"pmax": 2, "psum": 1}),
+    "each kind": (over_data(DATA, DATA)(each_kind), (BOTH,), EACH_KIND),
+    "each kind, unchecked": (over_data(DATA, DATA, vma=False)(each_kind), (BOTH,), EACH_KIND),
+    "each float8": (
+        exchanged,
+        tuple(of((8, 16), *EVERY, dtype=dtype) for dtype in FLOAT8),
+        {"all_to_all": len(FLOAT8)},
+    ),
+    "experts": (expert, EXPERT, {"psum": 2}),
+    "gradients of experts": (
+        jax.grad(lambda *args: (expert(*args) ** 2).sum(), argnums=(0, 1, 2)),
+        EXPERT,
+        {},
+    ),
+    "a gather before a matmul": (
+        gather_before_a_matmul,
+        (of((16, 16), "model"), of((16, 8), "data")),
+        {"all_gather": 1},
+    ),
+    "beside a whole shard_map": (
+        beside_a_whole_shard_map,
+        (BOTH, of((16, 16 // max(1, N // 2)), "model")),
+        {"psum": 2},
+    ),
     "a gathered array that is reduced otherwise": (
         lambda x: constrained(x) - constrained(x).max(0),
         (DIVIDED,),
@@ -911,6 +971,9 @@ def test_explain_says_what_became_of_each() -> None:
     assert report.compiled == {"all-reduce": 1, "jax_intranode_psum": 1}
     assert report.added == {"all-reduce": 1}  # the product
     assert where in str(call_sites.place_of_site("jit_f psum float32[4,16]"))
+    whole = over_data(DATA, WHOLE, vma=False)(lambda x: lax.all_gather(x, "data", tiled=True))
+    (left,) = jax_intranode.explain(whole)(put(normal(0, 16, 16), EVERY))
+    assert left.operation == "all_gather" and "Auto axes" in left.reason
     products = COMPLEX(0), put(normal(1, 16, 8).astype(np.complex64), "model")
     for f, args in ((jnp.dot, products), (lambda x: x.sum(1), products[:1])):
         (left,) = jax_intranode.explain(f)(*args)

@@ -44,7 +44,8 @@ def compare(build: Any, shape: int, kind: AxisType = AxisType.Auto) -> None:
 
 
 # 6 is a gradient of a gradient with remat and scan; 22 donates, and has cond and vmap. In 14 and 29
-# several shardings are possible: XLA's choice depends on the order of operations, and on what loops and functions use.
+# several shardings are possible: XLA's choice depends on the order of operations, and on what loops
+# and functions use.
 @pytest.mark.parametrize("seed", quick(range(40), (6, 22)))
 def test_made_programs(seed: int) -> None:
     compare(auto_corpus.made_program(seed), seed)

@@ -16,31 +16,17 @@ import jax_intranode
 from jax_intranode._src.jax_private import hlo
 
 N = len(jax.devices())
+EXPLICIT = AxisType.Explicit
 
 
-def explicit_mesh(
-    order: Any = None, kinds: tuple[AxisType, AxisType] = (AxisType.Explicit,) * 2
-) -> Mesh:
+def explicit_mesh(order: Any = None, *, shape: Any = (2, N // 2), of_data: Any = EXPLICIT) -> Mesh:
     need_devices(4)
     devices = np.array(jax.devices())[list(order or range(N))]
-    return Mesh(devices.reshape(2, N // 2), ("data", "model"), axis_types=kinds)
+    return Mesh(devices.reshape(shape), ("data", "model"), axis_types=(of_data, EXPLICIT))
 
 
 def put(seed: int, shape: tuple[int, ...], *spec: Any) -> jax.Array:
     return jax.device_put(jax.random.normal(jax.random.key(seed), shape), P(*spec))
-
-
-def mlp(x: Any, w1: Any, w2: Any) -> Any:
-    hidden = jax.nn.relu(x @ w1)
-    return jnp.dot(hidden, w2, out_sharding=P("data", None))
-
-
-def arguments() -> tuple[jax.Array, ...]:
-    return (
-        put(0, (8, 16), "data", None),
-        put(1, (16, 32), None, "model"),
-        put(2, (32, 16), "model", None),
-    )
 
 
 def check(f: Callable[..., Any], *args: Any) -> int:
@@ -56,75 +42,21 @@ def check(f: Callable[..., Any], *args: Any) -> int:
     return sum(n for name, n in hlo.in_lowered(text).items() if name.startswith("jax_intranode"))
 
 
-def test_row_parallel() -> None:
-    with jax.set_mesh(explicit_mesh()):
-        assert check(mlp, *arguments()) == 1
+def batches_in_a_loop(x: Any, w: Any) -> Any:
+    def step(c: Any, _: Any) -> Any:
+        y = jnp.einsum("bsk,kn->bsn", c, w, out_sharding=P("data", None, None))
+        return jax.reshard(jnp.tanh(y), P("data", None, "model")), None
+
+    return lax.scan(jax.checkpoint(step), x, None, length=3)[0]
 
 
-def test_gradients() -> None:
-    """The sums over "data" for the weights, and those over "model" for the activations."""
-    with jax.set_mesh(explicit_mesh()):
-        gradient = jax.grad(lambda *args: (mlp(*args) ** 2).sum(), argnums=(0, 1, 2))
-        assert check(gradient, *arguments()) >= 3
-
-
-def test_scattered_sum_and_gathered_operand() -> None:
-    with jax.set_mesh(explicit_mesh()):
-        x, w = put(0, (8, 32), None, "model"), put(1, (32, 16), "model", None)
-        assert check(lambda x, w: jnp.dot(x, w, out_sharding=P("model", None)), x, w) == 1
-        x, w = put(0, (8, 16), "model", None), put(1, (16, 32), None, "model")
-        assert check(lambda x, w: jnp.dot(x, w, out_sharding=P(None, "model")), x, w) == 1
-
-
-def test_some_axes_of_a_dimension() -> None:
-    with jax.set_mesh(explicit_mesh()):
-        x, w = put(0, (8, 16), ("data", "model"), None), put(1, (16, 32), None, None)
-        assert check(lambda x, w: jnp.dot(x, w, out_sharding=P("data", None)), x, w) == 1
-        x, w = put(0, (8, 16), "data", "model"), put(1, (16, 32), "model", None)
-        scattered = P(("data", "model"), None)
-        assert check(lambda x, w: jnp.dot(x, w, out_sharding=scattered), x, w) == 1
-
-
-def test_a_gathered_batch_dimension() -> None:
-    with jax.set_mesh(explicit_mesh()):
-        x, w = put(0, (8, 4, 16), "model", None, None), put(1, (8, 16, 4), None, None, None)
-        assert check(lambda x, w: jnp.einsum("bij,bjk->bik", x, w, out_sharding=P()), x, w) == 1
-
-
-def test_batch_dimensions_and_inner_functions() -> None:
-    def f(x: Any, w: Any) -> Any:
-        def step(c: Any, _: Any) -> Any:
-            y = jnp.einsum("bsk,kn->bsn", c, w, out_sharding=P("data", None, None))
-            return jax.reshard(jnp.tanh(y), P("data", None, "model")), None
-
-        return lax.scan(jax.checkpoint(step), x, None, length=3)[0]
-
-    with jax.set_mesh(explicit_mesh()):
-        x, w = put(0, (4, 2, 16), "data", None, "model"), put(1, (16, 16), "model", None)
-        assert check(f, x, w) == 1
-
-
-def test_axes_of_one_device() -> None:
-    """They are in the types, and nothing is sent over them."""
-    need_devices(4)
-    mesh = jax.make_mesh((N, 1), ("data", "model"), axis_types=(AxisType.Explicit,) * 2)
-    with jax.set_mesh(mesh):
-        x, w = put(0, (8, 32), "data", "model"), put(1, (32, 16), "data", "model")
-        assert check(lambda x, w: jnp.dot(x, w, out_sharding=P("data", "model")), x, w) == 1
-
-
-def test_reductions_that_jax_decorates() -> None:
+def reductions_that_jax_decorates(x: Any, w: Any) -> Any:
     """JAX says of the numbers that argmax compares how they are sharded."""
-
-    def f(x: Any, w: Any) -> Any:
-        y = jnp.dot(x, w, out_sharding=P("data", None))
-        return jnp.argmax(y, 0), jnp.max(y, 0), y.sum()
-
-    with jax.set_mesh(explicit_mesh()):
-        assert check(f, put(0, (8, 32), "data", "model"), put(1, (32, 16), "model", None)) == 5
+    y = jnp.dot(x, w, out_sharding=P("data", None))
+    return jnp.argmax(y, 0), jnp.max(y, 0), y.sum()
 
 
-def test_lookups_in_a_sharded_table() -> None:
+def lookups(table: Any, words: Any) -> Any:
     """A lookup and its gradient, with the next word by argmax."""
 
     def loss(table: Any, words: Any) -> Any:
@@ -132,10 +64,62 @@ def test_lookups_in_a_sharded_table() -> None:
         chosen = jnp.argmax(jnp.dot(rows, table.T, out_sharding=P("data", "model")), -1)
         return (rows**2).sum(), chosen
 
+    return jax.grad(loss, has_aux=True)(table, words.astype(int) % 64)
+
+
+Array = tuple[tuple[int, ...], Any]
+PROGRAMS: dict[str, tuple[Callable[..., Any], Array, Array, int]] = {
+    "a gathered batch": (
+        lambda x, w: jnp.einsum("bij,bjk->bik", x, w, out_sharding=P()),
+        ((8, 4, 16), P("model")),
+        ((8, 16, 4), P()),
+        1,
+    ),
+    "batches in a loop": (
+        batches_in_a_loop,
+        ((4, 2, 16), P("data", None, "model")),
+        ((16, 16), P("model")),
+        1,
+    ),
+    "reductions": (
+        reductions_that_jax_decorates,
+        ((8, 32), P("data", "model")),
+        ((32, 16), P("model")),
+        5,
+    ),
+    "lookups": (lookups, ((64, 16), P("model")), ((8,), P("data")), 4),
+    "faster by lax": (
+        lambda x, w: jnp.dot(x, w, out_sharding=P()),
+        ((512, 64), P(None, "model")),
+        ((64, 2048), P("model")),
+        0,
+    ),
+    "nothing to communicate": (jnp.dot, ((8, 16), P("data")), ((16, 32), P(None, "model")), 0),
+    "booleans, which lax.psum would count": (
+        lambda x, w: jnp.dot(x > 0, w > 0, out_sharding=P()),
+        ((8, 16), P(None, "model")),
+        ((16, 8), P("model")),
+        0,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_programs(name: str) -> None:
+    f, left, right, count = PROGRAMS[name]
     with jax.set_mesh(explicit_mesh()):
-        table = put(0, (64, 16), "model", None)
-        words = jax.device_put(np.arange(8, dtype=np.int32) * 9, P("data"))
-        assert check(jax.grad(loss, has_aux=True), table, words) >= 4
+        assert check(f, put(0, left[0], *left[1]), put(1, right[0], *right[1])) == count
+
+
+def test_axes_of_one_device_and_of_other_types() -> None:
+    """Axes of one device are in the types, and nothing is sent over them."""
+    with jax.set_mesh(explicit_mesh(shape=(N, 1))):
+        x, w = put(0, (8, 32), "data", "model"), put(1, (32, 16), "data", "model")
+        assert check(lambda x, w: jnp.dot(x, w, out_sharding=P("data", "model")), x, w) == 1
+    with jax.set_mesh(explicit_mesh(of_data=AxisType.Auto)):
+        x, w = put(0, (8, 16), None, "model"), put(1, (16, 8), "model", None)
+        # A shard_map can't be fully manual.
+        assert check(lambda x, w: jnp.dot(x, w, out_sharding=P()), x, w) == 0
 
 
 def test_fsdp_and_tensor_parallelism() -> None:
@@ -157,41 +141,20 @@ def test_fsdp_and_tensor_parallelism() -> None:
     assert not [kind for kind in found.compiled if not kind.startswith("jax_intranode_")]
 
 
-def test_another_order_of_devices() -> None:
-    f = jax.jit(mlp)
+@pytest.mark.parametrize("context", [jax.set_mesh, jax.sharding.use_abstract_mesh])
+def test_another_order_of_devices(context: Any) -> None:
+    f = jax.jit(lambda x, w: jnp.dot(x, w, out_sharding=P()))
+    x, w = np.arange(128.0).reshape(8, 16) % 7, np.arange(128.0).reshape(16, 8) % 5
     with jax_intranode.accelerate():
-        for order in (range(N), range(N)[::-1]):
-            with jax.set_mesh(explicit_mesh(order)):
-                args = arguments()
-                wanted = np.maximum(np.asarray(args[0]) @ np.asarray(args[1]), 0)
-                np.testing.assert_allclose(
-                    f(*args), wanted @ np.asarray(args[2]), rtol=1e-4, atol=1e-4
+        for order in (range(N), range(N)[::-1], [*range(1, N), 0]):
+            mesh = explicit_mesh(order)
+            with context(mesh if context is jax.set_mesh else mesh.abstract_mesh):
+                args = (
+                    jax.device_put(x, NamedSharding(mesh, P(None, "model"))),
+                    jax.device_put(w, NamedSharding(mesh, P("model", None))),
                 )
-
-
-def test_what_stays() -> None:
-    def large(x: Any, w: Any) -> Any:
-        return jnp.dot(x, w, out_sharding=P())
-
-    with jax.set_mesh(explicit_mesh()):
-        x, w = put(0, (512, 64), None, "model"), put(1, (64, 2048), "model", None)
-        assert check(large, x, w) == 0  # lax is faster
-        local = put(0, (8, 16), "data", None), put(1, (16, 32), None, "model")
-        assert check(jnp.dot, *local) == 0  # nothing to communicate
-        booleans = [put(0, (8, 16), None, "model") > 0, put(1, (16, 8), "model", None) > 0]
-        assert check(large, *booleans) == 0  # lax.psum would count
-    partly = explicit_mesh(kinds=(AxisType.Auto, AxisType.Explicit))
-    with jax.set_mesh(partly):
-        x, w = put(0, (8, 16), None, "model"), put(1, (16, 8), "model", None)
-        assert check(large, x, w) == 0  # a shard_map can't be fully manual
-
-
-def test_the_order_of_devices_without_set_mesh() -> None:
-    mesh = explicit_mesh([*range(1, N), 0])
-    x = jax.device_put(np.arange(128.0).reshape(8, 16), NamedSharding(mesh, P(None, "model")))
-    w = jax.device_put(np.arange(128.0).reshape(16, 8), NamedSharding(mesh, P("model", None)))
-    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
-        assert check(lambda x, w: jnp.dot(x, w, out_sharding=P()), x, w) == 1
+                np.testing.assert_array_equal(f(*args), x @ w)
+                assert check(lambda x, w: jnp.dot(x, w, out_sharding=P()), *args) == 1
 
 
 @pytest.mark.parametrize(

@@ -4,47 +4,84 @@ On CPU devices nothing is overlapped. So selection is made to say that everythin
 asks the real selection, and computes the operations unfused.
 """
 
-from collections.abc import Callable
+import functools
+import re
+from collections.abc import Callable, Iterator
+from types import ModuleType
 from typing import Any
 from unittest import mock
 
+import jax
 import jax.numpy as jnp
 import pytest
 from cases import line, sharded
+from devices import need_devices
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.experimental.xla_metadata import set_xla_metadata
 from jax.sharding import PartitionSpec as P
-from rewritten_matmuls import (  # noqa: F401
-    AG,
-    COLUMNS,
-    HV,
-    ROWS,
-    RS,
-    W_SHARD,
-    X_SHARD,
-    XW,
-    F,
-    H,
-    N,
-    T,
-    V,
-    W,
-    X,
-    Y,
-    check_left,
-    check_values,
-    gather,
-    golden,
-    normal,
-    overlapped,
-    scatter,
-)
-from test_rewriting import rewritten
+from lowered import compare_lowered
+from models import OF_LAX, gated_mlp
+from test_rewriting import N, check_values, names, normal, rewritten
+from tiers import full
 
+import jax_intranode
+from jax_intranode._src.jax_private import hlo
 from jax_intranode._src.ops.primitive import BY_PRIMITIVE
-from jax_intranode._src.rewrite import sums
+from jax_intranode._src.rewrite import gathers, sums
 from jax_intranode._src.rewrite.collectives import Body
+
+T, F, H = 2, 8, 16  # rows and columns of a rank's x, columns of a rank's w
+
+
+@pytest.fixture(autouse=True)
+def overlapped() -> Iterator[None]:
+    need_devices(2)
+    with (
+        mock.patch.object(Body, "is_overlapped", lambda *_, **__: True),
+        jax.default_matmul_precision("highest"),
+    ):
+        yield
+
+
+def golden(jaxpr: Any) -> list[str]:
+    """A line for each equation; ours with what matters of their parameters."""
+    found = []
+    for equation in jaxpr.eqns:
+        own = BY_PRIMITIVE.get(equation.primitive)
+        name = str(equation.primitive.name)
+        if own is not None:
+            params = equation.params["params"]
+            matmul = getattr(params, "matmul", params)
+            details = [f"axis={matmul.axis}"] if hasattr(matmul, "axis") else []
+            details += [k for k in ("transposed", "gathered") if getattr(matmul, k, False)]
+            details += [f"terms={matmul.terms}"] if getattr(matmul, "terms", 1) > 1 else []
+            name = " ".join([own.operation, *details])
+            types = [v.aval.str_short(short_dtypes=True) for v in equation.invars]
+            name += f" ({', '.join(t.split('{')[0] for t in types)})"
+        found.append(name)
+    return found
+
+
+def gather(v: Any, axis: int = 0, tiled: bool = True) -> Any:
+    return lax.all_gather(v, "x", axis=axis, tiled=tiled)
+
+
+def scatter(v: Any, axis: int = 0, tiled: bool = True) -> Any:
+    return lax.psum_scatter(v, "x", scatter_dimension=axis, tiled=tiled)
+
+
+ROWS, COLUMNS = P("x"), P(None, "x")
+X, W = normal(T * N, F), normal(F, H * N, seed=1)
+V = normal(H * N, F, seed=2)
+XW = (ROWS, COLUMNS)
+AG = "all_gather_matmul"
+RS = "matmul_reduce_scatter"
+X_SHARD, W_SHARD = f"f32[{T},{F}]", f"f32[{F},{H}]"
+Y = normal(T * N, H * N)
+HV = f"(f32[{T * N},{H}], f32[{H},{F}])"
+IS_OVERLAPPED = Body.is_overlapped
+
 
 # All-gathers.
 
@@ -281,6 +318,7 @@ def cast_and_used(x: Any, w: Any) -> Any:
 
 
 GATHERS_LEFT: dict[str, Callable[..., Any]] = {
+    "contraction": lambda x, w: gather(jnp.tile(x, (1, N)), 1) @ jnp.tile(w, (N * N, 1)),
     "barrier": lambda x, w: lax.optimization_barrier(gather(x)) @ w,
     "barrier_between": barrier_between,
     "placed": placed,
@@ -294,27 +332,15 @@ GATHERS_LEFT: dict[str, Callable[..., Any]] = {
 }
 
 
-@pytest.mark.parametrize("form", GATHERS_LEFT)
-def test_gathers_that_are_left(form: str) -> None:
-    check_left(lambda *args: GATHERS_LEFT[form](*args)[None], (X, W), in_specs=XW)
-
-
-def test_a_gathered_contraction_is_left() -> None:
-    def contracted(x: Any, w: Any) -> Any:
-        return gather(x, 1) @ jnp.tile(w, (N, 1))
-
-    check_left(contracted, (normal(T, F * N), W), in_specs=(COLUMNS, P()), out_specs=P())
-
-
 SUMS_LEFT: dict[str, Callable[..., Any]] = {
     "used_elsewhere": lambda y, v: (lambda z: scatter(z) + z[:T])(y @ v),
     "psum_used_elsewhere": lambda y, v: (lambda z: lax.psum(z, "x") + z)(y @ v),
     "not_only_matmuls": lambda y, v: scatter(y @ v + y[:, :F]),
-    "scaled": lambda y, v: scatter(2 * (y @ v)),
-    "cast_to_more_bytes": lambda y, v: scatter(
+    "sum_scaled": lambda y, v: scatter(2 * (y @ v)),
+    "sum_cast_to_more_bytes": lambda y, v: scatter(
         (y.astype("bfloat16") @ v.astype("bfloat16")).astype("float32")
     ),
-    "barrier": lambda y, v: scatter(lax.optimization_barrier(y @ v)),
+    "sum_barrier": lambda y, v: scatter(lax.optimization_barrier(y @ v)),
     "index_groups": lambda y, v: lax.psum(y @ v, "x", axis_index_groups=[list(range(N))[::-1]]),
     "batches": lambda y, v: scatter(
         jnp.einsum("bth,bhf->tbf", jnp.stack([y, y + 1]), jnp.stack([v, v * 2]))
@@ -325,10 +351,19 @@ SUMS_LEFT: dict[str, Callable[..., Any]] = {
 }
 
 
-@pytest.mark.parametrize("form", SUMS_LEFT)
-def test_sums_that_are_left(form: str) -> None:
-    body = SUMS_LEFT[form]
-    check_left(lambda *args: body(*args)[None], (Y, V), in_specs=(COLUMNS, ROWS))
+@pytest.mark.parametrize("form", [*GATHERS_LEFT, *SUMS_LEFT])
+def test_what_is_left(form: str) -> None:
+    """No matmul joins a collective."""
+    of_gather = GATHERS_LEFT.get(form)
+    body, args, specs = (
+        (of_gather, (X, W), XW) if of_gather else (SUMS_LEFT[form], (Y, V), (COLUMNS, ROWS))
+    )
+    f = sharded(lambda *args: body(*args)[None], line(), specs, ROWS, False)
+    before, after, _ = rewritten(f, *args)
+    assert not any("matmul" in name or "gradients" in name for name in golden(after)), after
+    dots = [[e.primitive.name for e in of.eqns].count("dot_general") for of in (before, after)]
+    assert dots[0] == dots[1]
+    check_values(f, *args)
 
 
 def test_products_that_would_live_longer() -> None:
@@ -376,3 +411,162 @@ def test_what_xla_overlaps_with_other_matmuls() -> None:
         assert sorted(ours) == sorted(name for name in wanted if "matmul" in name)
         assert len(record.decisions) == 4
     check_values(f, *args)
+
+
+# Gradients, control flow, donation.
+
+
+def layer(x: Any, w: Any, u: Any, v: Any) -> Any:
+    return x + gated_mlp(lax, x, w, u, v, act=jnp.tanh)
+
+
+def loss(*args: Any) -> Any:
+    return jnp.sin(layer(*args)).sum()
+
+
+LAYER = (X, W, jnp.cos(W), V)
+LAYER_SPECS = (ROWS, COLUMNS, COLUMNS, ROWS)
+
+
+@pytest.mark.parametrize(
+    ("wrap", "check_vma"),
+    [
+        pytest.param(wrap, check, marks=[pytest.mark.full] * (not check and wrap != "scan"))
+        for wrap in ("plain", "checkpoint", "jit", "scan", "vmap")
+        for check in (True, False)
+    ],
+)
+def test_gradients(wrap: str, check_vma: bool) -> None:
+    def local(*args: Any) -> Any:
+        x, *weights = args
+        if wrap == "scan":
+            body = jax.checkpoint(lambda c, _: (layer(c, *weights), None))
+            return jnp.sin(lax.scan(body, x, None, length=2)[0]).sum()
+        if wrap == "vmap":
+            return jnp.sin(jax.vmap(lambda x: layer(x, *weights))(jnp.stack([x, -x]))).sum()
+        wraps = {"plain": lambda f: f, "checkpoint": jax.checkpoint, "jit": jax.jit}
+        return wraps[wrap](loss)(*args)
+
+    f = sharded(
+        jax.value_and_grad(lambda *args: local(*args), (0, 1, 2, 3)),
+        line(),
+        LAYER_SPECS,
+        (P(), LAYER_SPECS),
+        False,
+    )
+    if check_vma:
+        total = sharded(lambda *args: lax.psum(local(*args), "x"), line(), LAYER_SPECS, P(), True)
+        f = jax.value_and_grad(total, (0, 1, 2, 3))
+        check_values(f, *LAYER)
+        return
+    _, after, _ = rewritten(f, *LAYER)
+    found = [name for name in names(after) if "matmul" in name]
+    assert set(names(after)) == set(found)
+    wanted = ["all_gather_matmul", RS, f"gradients_of_{RS}", f"gradients_of_{AG}"]
+    again = {"checkpoint": [AG, RS], "scan": [AG]}  # what is computed again
+    wanted[2:2] = again.get(wrap, [])
+    assert found == [f"intranode_{name}" for name in wanted]
+    check_values(f, *LAYER)
+
+
+def test_a_gathered_array_of_many_products_and_sums() -> None:
+    """What is looked at grows like the program."""
+    looked_at = 0
+    whole = gathers._Gather._fused
+
+    def counted(self: Any, group: Any, wgrad: Any) -> Any:
+        nonlocal looked_at
+        looked_at += len(group)
+        return whole(self, group, wgrad)
+
+    def of(count: int) -> int:
+        def body(x: Any, w: Any) -> Any:
+            g = lax.all_gather(x, "x", tiled=True)
+            return sum(lax.psum_scatter(g @ (w * i), "x", tiled=True) for i in range(count))
+
+        before = looked_at
+        f = sharded(body, line(), (P("x"), P()), P("x"), False)
+        rewritten(f, normal(N * T, F), normal(F, H))
+        return looked_at - before
+
+    with mock.patch.object(gathers._Gather, "_fused", counted):
+        assert of(800) <= 3 * of(400)
+
+
+def test_a_large_unrolled_program() -> None:
+    """Long chains neither overflow the stack nor take long."""
+
+    def body(x: Any, w: Any) -> Any:
+        v = gather(x)
+        for _ in range(600):
+            v = v.T.reshape(v.shape[0], -1)
+        total = v @ w
+        for _ in range(600):
+            total = total + jnp.sin(total)
+        return lax.psum(total, "x")
+
+    rewritten(sharded(body, line(), XW, COLUMNS, False), X, W)
+
+
+# The same custom calls as programs that are written with our functions.
+
+
+@pytest.fixture(scope="module")
+def tool() -> ModuleType:
+    return compare_lowered()
+
+
+@pytest.mark.parametrize(
+    ("size", "check_vma"),
+    [("narrow", True), ("large", False), full("narrow", False), full("large", True)],
+)
+@pytest.mark.parametrize(
+    "program",
+    [
+        *("products", "list_of_matrices", "gathered", "all_reduce", "batch_of_rows"),
+        *("remat", "layers", "block"),
+    ],
+)
+def test_calls_of_programs_for_gpus(
+    tool: ModuleType, program: str, size: str, check_vma: bool
+) -> None:
+    """For "narrow" sizes one kernel computes both gradients, for "large" ones it does not."""
+    of = tool.PROGRAMS[program]
+    mesh = tool.mesh_of("gpu", {"x": 2})
+    lengths = tool.sizes("gpu", size, 2)
+    args = [jax.ShapeDtypeStruct(tuple(lengths[n] for n in s), jnp.bfloat16) for s in of.shapes]
+
+    def calls(lib: Any) -> Any:
+        f = jax.shard_map(
+            functools.partial(of.body, lib),
+            mesh=mesh,
+            in_specs=of.specs,
+            out_specs=of.out,
+            check_vma=check_vma,
+        )
+
+        def gradient(*args: Any) -> Any:
+            return jax.value_and_grad(
+                lambda *args: jnp.sin(f(*args).astype(jnp.float32)).sum(), range(len(args))
+            )(*args)
+
+        lowered = jax.jit(gradient).trace(*args).lower(lowering_platforms=("cuda",)).as_text()
+        attributes = re.findall(r"mhlo\.backend_config = (\{.*?\}), operand_layouts", lowered)
+        return hlo.in_lowered(lowered), sorted(a for a in attributes if "transposed" in a)
+
+    with (
+        mock.patch.object(Body, "is_overlapped", IS_OVERLAPPED),
+        jax.default_matmul_precision(None),
+        tool.without_rendezvous(),
+    ):
+        by_hand, matmuls = calls(jax_intranode)
+        with jax_intranode.accelerate():
+            rewritten, found = calls(OF_LAX)
+    assert found == matmuls and found
+    # JAX's own sum for a gradient is replaced, too.
+    of_sums = ("jax_intranode_psum", "all-reduce")
+    assert sum(rewritten[k] for k in of_sums) == sum(by_hand[k] for k in of_sums)
+    for name in of_sums:
+        rewritten.pop(name, None)
+        by_hand.pop(name, None)
+    assert rewritten == by_hand

@@ -1,6 +1,7 @@
 """install, uninstall and accelerate: which programs are rewritten, and which caches serve them."""
 
 import asyncio
+import dataclasses
 import subprocess
 import threading
 from collections.abc import Callable
@@ -17,10 +18,10 @@ from jax import lax
 from jax._src.interpreters import pxla  # noqa: TID251 - programs count compilations by it
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
-from tiers import full
 
 import jax_intranode
 from jax_intranode._src.jax_private import hlo
+from jax_intranode._src.selection import config
 
 pytestmark = pytest.mark.usefixtures("not_installed")
 N = len(jax.devices())
@@ -56,6 +57,15 @@ def test_install_and_uninstall_recompile_what_was_compiled_before() -> None:
     assert executed(f, X) == N
     jax_intranode.uninstall()
     assert executed(f, X) == 0
+
+
+def test_the_variable_that_disables_wins(monkeypatch: pytest.MonkeyPatch) -> None:
+    disabled = dataclasses.replace(config.get(), disable=True)
+    monkeypatch.setattr(config, "get", lambda: disabled)
+    with jax_intranode.accelerate():
+        assert ours(program(), X) == 0
+    jax_intranode.install()
+    assert ours(program(), X) == 0
 
 
 def test_accelerate_is_a_context_and_a_decorator() -> None:
@@ -246,40 +256,6 @@ def test_a_changed_jax_is_refused_and_left_as_it_was(tmp_path: Path) -> None:
     first, second, _ = out.stdout.split("\n")
     assert first == second
     assert "no attribute '_extend_axis_env'" in first and "with jax 0.10.2 to" in first
-
-
-SCRIPT = """
-import sys
-import jax, jax.numpy as jnp
-from jax import lax
-from jax.sharding import PartitionSpec as P
-import helper
-jax.config.update("jax_num_cpu_devices", 2)
-mesh = jax.make_mesh((2,), ("x",), devices=jax.devices()[:2],
-    axis_types=(jax.sharding.AxisType.Auto,))
-f = jax.jit(jax.shard_map(lambda v: lax.psum(v, "x"), mesh=mesh, in_specs=P("x"), out_specs=P()))
-text = f.lower(jnp.ones((2, 4))).as_text()
-print(__name__, sys.argv[1:], helper.NAME, "custom_call @jax_intranode_psum" in text)
-"""
-
-
-@pytest.mark.parametrize(
-    ("as_module", "disabled"),
-    [
-        (False, "0"),
-        full(True, "1"),
-        full(False, "1"),
-        full(True, "0"),
-    ],
-)
-def test_run_a_script_that_nobody_edits(as_module: bool, disabled: str, tmp_path: Path) -> None:
-    (tmp_path / "program.py").write_text(SCRIPT)
-    (tmp_path / "helper.py").write_text("NAME = 'helper'")
-    what = ["-m", "program"] if as_module else ["program.py"]
-    out = python(
-        tmp_path, "-m", "jax_intranode", "run", *what, "-x", "1", JAX_INTRANODE_DISABLE=disabled
-    )
-    assert out.stdout.split("\n")[-2] == f"__main__ ['-x', '1'] helper {disabled == '0'}"
 
 
 def python(folder: Path, *arguments: str, **env: str) -> subprocess.CompletedProcess[str]:

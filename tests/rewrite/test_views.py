@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 
 from jax_intranode._src.rewrite import views
-from jax_intranode._src.rewrite.views import Factor
 
 SHAPES = [(12,), (4, 3), (2, 6), (2, 1, 6), (3, 2, 2), (1, 12), (2, 2, 3, 1)]
 
@@ -45,12 +44,3 @@ def test_digits(shape: tuple[int, ...]) -> None:
         for f in found:
             value = value * f.size + index[f.dim] // f.stride % f.size
         np.testing.assert_array_equal(value, np.arange(len(value)) // stride % size)
-
-
-def test_a_split_of_a_factor_that_does_not_divide() -> None:
-    # [4, 3] transposed is [3, 4]; as [2, 6], the first dimension is no factor.
-    assert views.reshaped(((Factor(1, 1, 3),), (Factor(0, 1, 4),)), (2, 6)) is None
-    assert views.reshaped(((Factor(1, 1, 3),), (Factor(0, 1, 4),)), (6, 2)) == (
-        (Factor(1, 1, 3), Factor(0, 2, 2)),
-        (Factor(0, 1, 2),),
-    )

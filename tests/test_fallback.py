@@ -40,27 +40,24 @@ def lines(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> 
     return lowered
 
 
-def test_fallback_while_tracing_is_logged_once_a_call_site(lines: Any) -> None:
+@pytest.mark.parametrize(
+    ("dtype", "columns", "reason"),
+    # Seen while tracing, and while lowering.
+    [("complex64", 4, "dtype complex64"), ("float32", 64 << 20, "faster than lax")],
+)
+def test_fallback_is_logged_once_a_call_site(
+    dtype: str, columns: int, reason: str, lines: Any
+) -> None:
     def body(v: Any) -> Any:
         return psum(v, "x")
 
-    (found,) = lines(body, jnp.complex64)
+    (found,) = lines(body, dtype, columns)
     assert found.startswith(f"psum at {__file__}:{body.__code__.co_firstlineno + 1} (body) falls")
-    assert "dtype complex64" in found
-    assert not lines(lambda v: body(v), jnp.complex64)
+    assert reason in found
+    assert not lines(lambda v: body(v), dtype, columns)
     (other,) = lines(lambda v: body(v), jnp.int16)
     assert "dtype int16" in other
-    assert len(lines(lambda v: psum(v, "x") + psum(v * 2, "x"), jnp.complex64)) == 1  # one line
-
-
-def test_fallback_while_lowering_is_logged_once_a_call_site(lines: Any) -> None:
-    def body(v: Any) -> Any:
-        return psum(v, "x")
-
-    (found,) = lines(body, jnp.float32, 64 << 20)
-    assert found.startswith(f"psum at {__file__}:{body.__code__.co_firstlineno + 1} (body) falls")
-    assert "faster than lax" in found
-    assert not lines(lambda v: body(v), jnp.float32, 64 << 20)
+    assert len(lines(lambda v: psum(v, "x") + psum(v * 2, "x"), dtype, columns)) == 1  # one line
 
 
 def test_what_is_accelerated_is_not_logged(lines: Any) -> None:

@@ -121,16 +121,20 @@ def operations(f: Any, *arguments: Any) -> list[str]:
     return [primitive.operation for primitive in found if primitive is not None]
 
 
-@pytest.mark.parametrize("hidden", [49, 4097])
-def test_a_length_whose_reciprocal_is_rounded(hidden: int) -> None:
-    def body(x: Any, r: Any, w: Any, b: Any) -> Any:
-        return layer_by_variance(lax.psum(x[0], "x") + r, w, b)
-
-    x, r, w = (
-        jnp.ones(shape, "float32")
-        for shape in ((len(jax.devices()), 2, hidden), (2, hidden), (hidden,))
-    )
-    assert of_body(body, x, r, w, w) == ["psum_residual_layer_norm"]
+def check_oracle(
+    body: Any, specs: Any, out: Any, arrays: Any, wanted: str, check_vma: bool = False, **of: Any
+) -> None:
+    """A body becomes one operation, which has the bits of the oracle."""
+    f = sharded(body, line(), specs, out, check_vma)
+    placed = [put(line(), s, v) for s, v in zip(specs, arrays, strict=True)]
+    assert operations(f, *placed) == [wanted]
+    with jax_intranode.accelerate():
+        results = jax.jit(f)(*placed)
+    x, residual, w, *_ = arrays
+    norm = wanted.partition("_residual_")[2]
+    oracle = norm_oracle.residual_norm(list(x), residual, w, norm=norm, eps=np.float32(1e-5), **of)
+    for result, want in zip(results, oracle, strict=True):
+        check(result, want)
 
 
 @pytest.mark.parametrize("form", FORMS, ids=lambda f: f.__name__)
@@ -143,51 +147,33 @@ def test_a_length_whose_reciprocal_is_rounded(hidden: int) -> None:
     ],
 )
 def test_a_norm_in_any_form(form: Any, dtype: str, rank: int, check_vma: bool) -> None:
-    """It becomes one operation, which has the bits of the oracle."""
     need_devices(2)
-    mesh = line()
     norm, has_bias, offset = FORMS[form]
     shape = (*[3] * (rank - 1), HIDDEN)
-    x, residual = normal(dtype, mesh.size, *shape), normal(dtype, *shape)
+    x, residual = normal(dtype, len(jax.devices()), *shape), normal(dtype, *shape)
     w, b = normal(dtype, HIDDEN), normal(dtype, HIDDEN) * 2
 
     def body(x: Any, residual: Any, w: Any, b: Any) -> Any:
         h = residual + lax.psum(x[0], "x")
         return form(h, w, b) * 1, h
 
+    of = {"bias": b if has_bias else None, "weight_offset": offset}
     specs = (P("x"), P(), P(), P())
-    f = sharded(body, mesh, specs, P(), check_vma)
-    placed = [put(mesh, s, v) for s, v in zip(specs, (x, residual, w, b), strict=True)]
-    assert operations(f, *placed) == [f"psum_residual_{norm}"]
-    with jax_intranode.accelerate():
-        results = jax.jit(f)(*placed)
-    wanted = norm_oracle.residual_norm(
-        list(x), residual, w, norm=norm, eps=np.float32(1e-5), bias=b if has_bias else None,
-        weight_offset=offset,
-    )  # fmt: skip
-    for result, want in zip(results, wanted, strict=True):
-        check(result, want)
+    check_oracle(body, specs, P(), (x, residual, w, b), f"psum_residual_{norm}", check_vma, **of)
 
 
 def test_a_scattered_norm() -> None:
-    mesh = line()
-    n = mesh.size
+    n, rows = len(jax.devices()), P(None, "x")
 
     def body(x: Any, residual: Any, w: Any) -> Any:
         h = lax.psum_scatter(x[0], "x", scatter_dimension=1, tiled=True) + residual
         return rms_llama(h, w, None), h
 
-    rows = P(None, "x")
-    f = sharded(body, mesh, (P("x"), rows, P()), rows)
     x, residual = normal("float32", n, 2, n, HIDDEN), normal("float32", 2, n, HIDDEN)
     w = normal("float32", HIDDEN)
-    placed = [put(mesh, s, v) for s, v in zip((P("x"), rows, P()), (x, residual, w), strict=True)]
-    assert operations(f, *placed) == ["psum_scatter_residual_rms_norm"]
-    with jax_intranode.accelerate():
-        results = jax.jit(f)(*placed)
-    wanted = norm_oracle.residual_norm(list(x), residual, w, norm="rms_norm", eps=np.float32(1e-5))
-    for result, want in zip(results, wanted, strict=True):
-        check(result, want)
+    check_oracle(
+        body, (P("x"), rows, P()), rows, (x, residual, w), "psum_scatter_residual_rms_norm"
+    )
 
 
 def of_body(body: Any, *arguments: Any) -> list[str]:
@@ -196,10 +182,17 @@ def of_body(body: Any, *arguments: Any) -> list[str]:
     return operations(sharded(body, line(), specs, P(), check_vma=True), *arguments)
 
 
-X, R, W, B = (
+X, R, W = (
     jnp.asarray(normal("bfloat16", *shape))
-    for shape in ((len(jax.devices()), 3, HIDDEN), (3, HIDDEN), (HIDDEN,), (HIDDEN,))
+    for shape in ((len(jax.devices()), 3, HIDDEN), (3, HIDDEN), (HIDDEN,))
 )
+
+
+@pytest.mark.parametrize("hidden", [49, 4097])
+def test_a_length_whose_reciprocal_is_rounded(hidden: int) -> None:
+    x, r, w = (jnp.ones(shape) for shape in ((len(X), 2, hidden), (2, hidden), (hidden,)))
+    body = lambda x, r, w: layer_by_variance(lax.psum(x[0], "x") + r, w, w)  # noqa: E731
+    assert of_body(body, x, r, w) == ["psum_residual_layer_norm"]
 
 
 def test_parameters_that_are_made_later() -> None:
@@ -210,7 +203,7 @@ def test_parameters_that_are_made_later() -> None:
         used = h.sum()
         return rms_llama(h, jnp.tanh(ws[1]), None), used
 
-    assert of_body(body, X, R, jnp.stack([W, B])) == ["psum_residual_rms_norm"]
+    assert of_body(body, X, R, jnp.stack([W, W])) == ["psum_residual_rms_norm"]
 
 
 def mean_of(h: Any, power: int = 2, axis: int = -1) -> Any:
@@ -254,46 +247,43 @@ def test_what_is_not_a_norm_stays(name: str) -> None:
     assert "psum_residual_rms_norm" not in found, found
 
 
+def on_two_gpus(step: Any, specs: Any, shapes: Any, **setting: Any) -> list[str]:
+    """Our operations in a step of bfloat16, as they are chosen for two GPUs."""
+    need_devices(2)
+    chosen = dataclasses.replace(config.get(), **setting)
+    facts = {"hardware": "hopper", "mode": "multi", "tuned": None}
+    operands = [jax.ShapeDtypeStruct(shape, "bfloat16") for shape in shapes]
+    with (
+        mock.patch.object(config, "get", lambda: chosen),
+        mock.patch.object(collective, "facts_of", lambda mesh: facts),
+    ):
+        return operations(sharded(step, line(2), specs, P(), check_vma=True), *operands)
+
+
 @pytest.mark.parametrize(
     ("setting", "rows", "is_fused"), [("auto", 64, True), ("auto", 65, False), ("never", 1, False)]
 )
 def test_decoding_takes_what_was_measured_on_gpus(setting: str, rows: int, is_fused: bool) -> None:
     """test_residual_norm.py has the sizes."""
-    need_devices(2)
 
     def step(h: Any, w: Any, up: Any, down: Any) -> Any:
         for _ in range(2):
             h = h + lax.psum(jax.nn.silu(rms_llama(h, w, None) @ up) @ down, "x")
         return rms_llama(h, w, None)
 
-    chosen = dataclasses.replace(config.get(), fuse_norms=setting)
-    facts = {"hardware": "hopper", "mode": "multi", "tuned": None}
-    specs = P(), P(), P(None, "x"), P("x")
     shapes = (rows, 8192), (8192,), (8192, 512), (512, 8192)
-    operands = [jax.ShapeDtypeStruct(shape, "bfloat16") for shape in shapes]
-    with (
-        mock.patch.object(config, "get", lambda: chosen),
-        mock.patch.object(collective, "facts_of", lambda mesh: facts),
-    ):
-        found = operations(sharded(step, line(2), specs, P(), check_vma=True), *operands)
+    found = on_two_gpus(step, (P(), P(), P(None, "x"), P("x")), shapes, fuse_norms=setting)
     assert found.count("psum_residual_rms_norm") == (2 if is_fused else 0), found
 
 
-def test_a_matmul_of_few_rows_takes_its_sum_before_a_norm_does() -> None:
+@pytest.mark.parametrize(
+    ("k", "wanted"), [(32768, "matmul_all_reduce"), (32776, "psum_residual_rms_norm")]
+)
+def test_a_matmul_of_few_rows_takes_its_sum_before_a_norm_does(k: int, wanted: str) -> None:
     """It gains more. A matrix of 64 MB takes the kernel, the next larger one does not."""
-    need_devices(2)
-    facts = {"hardware": "hopper", "mode": "multi", "tuned": None}
 
     def step(h: Any, w: Any, x: Any, down: Any) -> Any:
         return rms_llama(h + lax.psum(x @ down, "x"), w, None)
 
-    def found(k: int) -> list[str]:
-        shapes = (1, 1024), (1024,), (1, 2 * k), (2 * k, 1024)
-        operands = [jax.ShapeDtypeStruct(shape, "bfloat16") for shape in shapes]
-        specs = P(), P(), P(None, "x"), P("x")
-        with mock.patch.object(collective, "facts_of", lambda mesh: facts):
-            f = sharded(step, line(2), specs, P(), check_vma=True)
-            return operations(f, *operands)
-
-    assert found(32768) == ["matmul_all_reduce"]
-    assert found(32776) == ["psum_residual_rms_norm"]
+    shapes = (1, 1024), (1024,), (1, 2 * k), (2 * k, 1024)
+    assert on_two_gpus(step, (P(), P(), P(None, "x"), P("x")), shapes) == [wanted]

@@ -26,7 +26,7 @@ MOST_WORKERS = 4
 # or compiled programs.
 GROUPS = re.compile(
     r"[\[-](\d+_processes|(?:plain|thread|address)-\w+)[-\]]"
-    r"|test_(?:programs|own_kernels|ordinary_programs|faults|failures|named_faults|readme)\.py"
+    r"|test_(?:programs|own_kernels|ordinary_programs|faults|failures|readme)\.py"
     r"|\[(?:persistent-cache|serialized-executable)"
 )
 

@@ -2,7 +2,10 @@
 
 import importlib
 import json
+import os
+import re
 import sys
+import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -16,14 +19,35 @@ from processes import free_port
 import jax_intranode
 from jax_intranode._src.command_line.launcher.rank import rank_env, sharing_env
 from jax_intranode._src.command_line.launcher.runs import RankError, run_ranks
+from jax_intranode._src.jax_private.distributed import key_value_client
 
 _MAIN = Path(__file__).with_name("rank_main.py")
 
 
-def environments_of_ranks(
+def say(text: object, label: str = "RESULT") -> None:
+    """In a rank: prints a line that `said` finds."""
+    # Text and newline in one write, because threads that log write to the same file.
+    print(f"{label}: {' '.join(str(text).split())}\n", end="", flush=True)
+
+
+def said(log: str, label: str = "RESULT") -> list[str]:
+    """What a rank said with a label."""
+    return re.findall(rf"^{label}: (.*)$", log, re.MULTILINE)
+
+
+def leave() -> None:
+    """In a rank: ends it without JAX's shutdown, for which a rank that has failed is not there."""
+    key_value_client().wait_at_barrier("leave", 60_000)
+    if jax.process_index() == 0:
+        time.sleep(1)  # it has JAX's coordination service, without which others abort
+    sys.stdout.flush()
+    os._exit(0)
+
+
+def _environments(
     world: int,
-    env: Mapping[str, str] | Sequence[Mapping[str, str]] = (),
-    local_devices: Sequence[Sequence[int]] | None = None,
+    env: Mapping[str, str] | Sequence[Mapping[str, str]],
+    local_devices: Sequence[Sequence[int]] | None,
 ) -> list[dict[str, str]]:
     """The variables of each rank, as `run_in_ranks` takes them."""
     port = free_port()
@@ -50,20 +74,21 @@ def run_in_ranks(
     env: Mapping[str, str] | Sequence[Mapping[str, str]] = (),
     arguments: Sequence[Any] = (),
     local_devices: Sequence[Sequence[int]] | None = None,
+    options: Sequence[str] = (),
 ) -> list[str]:
     """Calls a function, which the ranks import from its file, in `world` processes.
 
     Each has one device, or those in local_devices; ranks may share the machine's only GPU. The
-    arguments travel as JSON. `env`: variables for all ranks, or for each. Returns what each rank
-    printed, which log_dir keeps; a rank that fails raises RankError.
+    arguments travel as JSON. `env`: variables for all ranks, or for each. `options`: of Python.
+    Returns what each rank printed, which log_dir keeps; a rank that fails raises RankError.
     """
     log_dir.mkdir(parents=True, exist_ok=True)
     platform = jax.devices()[0].platform
-    environments = environments_of_ranks(world, env, local_devices)
+    environments = _environments(world, env, local_devices)
     command = [
-        sys.executable, str(_MAIN), platform, function.__code__.co_filename, function.__name__,
-        json.dumps(list(arguments)),
-    ]  # fmt: skip
+        *(sys.executable, *options, str(_MAIN), platform, function.__code__.co_filename),
+        *(function.__name__, json.dumps(list(arguments))),
+    ]
     run_ranks([command] * world, timeout_s=timeout_s, log_dir=log_dir, env=environments)
     return [(log_dir / f"rank{rank}.log").read_text() for rank in range(world)]
 
@@ -78,10 +103,19 @@ def worlds() -> list[int]:
     return [2, 4]
 
 
+def params_of(request: pytest.FixtureRequest) -> list[Any]:
+    """The parameters of the tests that this session runs with a fixture of their module."""
+    return [
+        item.callspec.params
+        for item in request.session.items
+        if isinstance(item, pytest.Function)
+        and item.path == request.path
+        and request.fixturename in item.fixturenames
+    ]
+
+
 def run_cases(module: str, names: Sequence[str]) -> None:
     """In a rank: runs cases of a module and prints the outcome of each."""
-    from jax_intranode._src.jax_private.distributed import key_value_client
-
     cases = importlib.import_module(module).CASES
     for name in names:
         case = cases[name]
@@ -118,14 +152,7 @@ def outcome_of_cases(
     The tests that use the requesting fixture with the same parameter, and that this session runs,
     name the cases. Returns what rank 0 printed; after a failure the error of `run_in_ranks`, too.
     """
-    specs = [
-        item.callspec
-        for item in request.session.items
-        if isinstance(item, pytest.Function)
-        and item.path == request.path
-        and "outcome" in item.fixturenames
-    ]
-    names = [s.params["name"] for s in specs if s.params["outcome"] == request.param]
+    names = [p["name"] for p in params_of(request) if p["outcome"] == request.param]
     try:
         run_in_ranks(
             run_cases, world, log_dir, timeout_s=timeout_s, env=env, arguments=[module, names]

@@ -1,20 +1,28 @@
 """The program of a rank: connects to the other ranks and calls a function of a test file."""
 
+import atexit
 import gc
 import importlib.util
 import json
+import logging
 import os
 import sys
 import traceback
 from pathlib import Path
 
-from jax_intranode._src.command_line.launcher.rank import connect
+
+def _say_how_it_ended() -> None:
+    """Runs after all that JAX and the package do at exit, because it was registered before."""
+    failure = sys.modules["jax_intranode"].last_failure()
+    print(f"END: {failure and failure.message}\n", end="", flush=True)
 
 
 def main() -> None:
     platform, file, name, arguments = sys.argv[1:]
     sys.path[:0] = [str(Path(__file__).parent.parent), str(Path(__file__).parent)]
+    from jax_intranode._src.command_line.launcher.rank import connect
 
+    logging.basicConfig()
     connect(platform)
     gc.freeze()  # as in conftest.py
     gc.set_threshold(100_000, 50, 100)
@@ -26,6 +34,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    atexit.register(_say_how_it_ended)
     try:
         main()
     except BaseException:

@@ -6,14 +6,15 @@ The places are made with Linux namespaces and capabilities, for which most syste
 import functools
 import shutil
 import subprocess
-from pathlib import Path
 
 import jax
 import pytest
 from devices import need_devices
-from program_ranks import Program, run
+from stress.faults import job, matrix, verdict
 
 pytestmark = pytest.mark.full
+
+SLACK = 6
 
 # A program inside of `unshare --pid` must not be the first process there: that one ignores SIGKILL.
 _NOT_THE_FIRST = ["sh", "-c", '"$@"; exit $?', "sh"]
@@ -65,19 +66,23 @@ def need_place(*commands: list[str]) -> None:
 
 
 @pytest.mark.parametrize("place", PLACES)
-def test_a_lost_process_is_noticed_in(place: str, tmp_path: Path) -> None:
+def test_a_lost_process_is_noticed_in(place: str) -> None:
     prefixes = PLACES[place]
     need_place(*prefixes)
-    outcome = run("is_lost", Program(prefixes=prefixes), tmp_path / "logs", grace_s=20)
-    (text,) = outcome.said(0)
-    assert "process 1 (pid " in text and "has exited without notice" in text, str(outcome)
+    case = matrix.parse("psum:second_run:kill:1of2")
+    seen = job.run(case, "cpu", SLACK, prefixes)
+    # A shell in front of the victim has a code of its own.
+    found = [what for what in verdict.problems(case, "cpu", seen, SLACK) if "-9" not in what]
+    assert found == [], seen
 
 
 @pytest.mark.parametrize("place", REFUSED)
-def test_reason_is_named_in(place: str, tmp_path: Path) -> None:
+def test_reason_is_named_in(place: str) -> None:
+    """And `jax.lax` takes over."""
     *prefixes, reason = REFUSED[place]
     need_place(*prefixes)
-    outcome = run("uses_lax", Program(prefixes=prefixes), tmp_path / "logs")
-    reasons = {text for rank in range(2) for text in outcome.said(rank)}
-    assert len(reasons) == 1 and reason in reasons.pop(), str(outcome)
-    assert outcome.exit_codes == [0, 0], str(outcome)
+    case = matrix.parse("psum:idle:none:1of2")
+    seen = job.run(case, "cpu", SLACK, prefixes)
+    assert verdict.problems(case, "cpu", seen, SLACK) == [], seen
+    (said,) = {event["text"] for p in seen.processes for event in p.all("explained")}
+    assert reason in said, said

@@ -13,6 +13,7 @@ from typing import Any
 import jax
 import pytest
 from devices import need_devices
+from multiprocess_ranks import params_of
 from stress.faults import job, matrix, verdict
 from stress.faults.job import Process, Seen
 from stress.faults.matrix import Case
@@ -23,7 +24,7 @@ SLACK = 6
 PLATFORM = jax.devices()[0].platform
 # Each kind of end, and ranks that are late for ever, also for the rendezvous.
 QUICK = (
-    "psum:inside:kill:1of2",
+    "psum:inside:kill:1of3",
     "psum:second_run:exception:1of2",
     "psum:idle:exit:1of2",
     "psum:first_run:away:0of2",
@@ -31,6 +32,7 @@ QUICK = (
 )
 # The same in the pipeline and in the fused kernel.
 ON_GPUS = (
+    "psum:inside:kill:1of2",
     *("matmul_all_reduce:second_run:os_exit:1of2", "gradient:second_run:away:0of2"),
     *("all_gather_matmul:second_run:away:0of2", "matmul_reduce_scatter:second_run:os_exit:1of2"),
 )
@@ -55,10 +57,7 @@ def jobs(request: pytest.FixtureRequest) -> Iterator[Mapping[str, Future[job.See
     When kernels of several programs trap on one GPU at the same time, the driver may miss one
     (docs/how_it_works.md).
     """
-    found = [item for item in request.session.items if item.path == request.path]
-    texts = [
-        i.callspec.params["text"] for i in found if getattr(i, "originalname", "") == "test_fault"
-    ]
+    texts = [params["text"] for params in params_of(request)]
     cases = {text: matrix.parse(text) for text in texts}
     with ThreadPoolExecutor(1 if PLATFORM == "gpu" else 3) as pool:
         yield {

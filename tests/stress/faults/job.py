@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -55,10 +56,13 @@ class Seen:
     left: list[str]  # processes and segments, after the survivors had ended
 
 
-def run(case: Case, platform: str, slack: float) -> Seen:
+def run(
+    case: Case, platform: str, slack: float, prefixes: Sequence[Sequence[str]] = ((),) * 8
+) -> Seen:
     """Runs the processes of a case until all survivors have ended.
 
-    `slack` is a factor for the limits, on a machine that is busy.
+    `slack` is a factor for the limits, on a machine that is busy. `prefixes`: what comes in front
+    of the command of each.
     """
     ranks = range(case.world)
     with contextlib.ExitStack() as stack:
@@ -68,7 +72,7 @@ def run(case: Case, platform: str, slack: float) -> Seen:
         logs = [stack.enter_context((directory / f"{rank}.log").open("wb")) for rank in ranks]
         program = [sys.executable, "-P", "-m", "stress.faults.rank", str(case), platform]
         with Job(
-            [[*program, str(rank), str(directory / f"{rank}.events")] for rank in ranks],
+            [[*prefixes[rank], *program, str(rank), str(directory)] for rank in ranks],
             env=[_environment(case, platform, rank, coordinator) for rank in ranks],
             streams=[Streams(stdout=log, stderr=subprocess.STDOUT) for log in logs],
         ) as job:

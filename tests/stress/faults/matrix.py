@@ -77,6 +77,11 @@ class Case:
         """Whether the others can't go on without the victim."""
         return self.dies or self.fault in ("stop", "shutdown", "away")
 
+    def rest_goes_on(self, platform: str) -> bool:
+        """Whether the others set up anew, without the victim. On GPUs their context is lost."""
+        alone = self.world == 2 or platform == "gpu" or self.in_meeting
+        return self.fault == "kill" and not alone
+
     @property
     def exists(self) -> bool:
         """Whether the matrix has this case."""

@@ -14,6 +14,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -28,6 +29,7 @@ from jax_intranode._src import timeouts
 from jax_intranode._src.command_line.launcher import rank as launched
 from jax_intranode._src.group import key_value_store, rendezvous
 from jax_intranode._src.jax_private import distributed
+from jax_intranode._src.native import extension
 from jax_intranode._src.selection.overlap import choice
 from stress.faults import matrix, verdict
 from stress.faults.matrix import Case
@@ -44,6 +46,8 @@ _WAIT_S = 0.5
 _IDLE_S = 2.0
 # A victim that stays alive outlives the others.
 _AWAY_S = 600.0
+# How long a victim that raises waits at most before it ends JAX's backends.
+_KNOWN_S = 25.0
 
 # The exit code of a process whose peers would not meet.
 _REFUSED = 4
@@ -56,11 +60,12 @@ class Injected(RuntimeError):
 class Rank:
     """A process of a case."""
 
-    def __init__(self, case: Case, rank: int, events: int) -> None:
-        """Takes the case, the number of this process and the file of its events."""
+    def __init__(self, case: Case, rank: int, folder: Path) -> None:
+        """Takes the case, the number of this process and the folder of all events."""
         self._case = case
         self._rank = rank
-        self._events = events
+        self._folder = folder
+        self._events = os.open(folder / f"{rank}.events", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         self._operation = OPERATIONS[case.operation]
 
     def say(self, event: str, **facts: Any) -> None:
@@ -83,7 +88,29 @@ class Rank:
             if self._overlapped:
                 settings.enter_context(choice.forced(self._operation.plan))
             self._again = functools.partial(jax_intranode.initialize, mesh)
-            self._use(mesh)
+            try:
+                self._use(mesh)
+            except Exception:
+                if self._is_victim or not self._case.rest_goes_on(jax.default_backend()):
+                    raise
+                self._go_on(mesh)
+
+    def _go_on(self, mesh: Mesh) -> None:
+        """The processes that are left set up anew, with their devices."""
+        jax_intranode.shutdown()
+        jax.clear_caches()
+        devices = [d for d in mesh.devices.flat if d.process_index != self._case.victim]
+        rest = Mesh(np.array(devices), ("x",), axis_types=(AxisType.Auto,))
+        jax_intranode.initialize(rest)
+        v = jax.make_array_from_callback(
+            (len(devices),), NamedSharding(rest, P("x")), lambda _: np.float32([self._rank])
+        )
+        before = extension.handler_calls()
+        program = jax.jit(_sharded(lambda v: jax_intranode.psum(v, "x"), rest, P("x")))
+        (total,) = np.asarray(program(v).addressable_data(0))
+        ours = extension.handler_calls() > before and jax_intranode.last_failure() is not None
+        self.say("right" if ours and total == sum(self._case.survivors) else "wrong", turn="rest")
+        self.say("went on")
 
     @property
     def _overlapped(self) -> bool:
@@ -97,8 +124,7 @@ class Rank:
         except Exception as error:
             self._tell(error)
             raise
-        if reason is None:
-            self.say("met")
+        if reason is None or self._case.fault == "none":
             return
         self.say("refused", text=reason)
         # jax.lax would take over, and wait for the victim in its own way.
@@ -130,6 +156,8 @@ class Rank:
 
         once = jax.jit(_sharded(of_device, mesh, (P("x"),)))
         v = self._operand(mesh, 0)
+        if self._case.fault == "none":
+            self.say("explained", text=" ".join(c.reason for c in jax_intranode.explain(once)(v)))
         if self._case.phase in ("inside", "idle"):
             # All are through when the victim begins to fail, and nobody waits for anybody.
             self._check(once(v), 0)
@@ -238,6 +266,8 @@ class Rank:
             case "stop":
                 os.kill(os.getpid(), signal.SIGSTOP)
             case "exception":
+                if not self._case.in_meeting:
+                    distributed.at_end_of_backends(self._until_others_know)
                 raise Injected("the injected fault")
             case "interrupt":
                 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -254,6 +284,16 @@ class Rank:
                 os._exit(3)
             case "delay" | "late" as fault:
                 time.sleep(_DELAYS_S[fault])
+
+    def _until_others_know(self) -> None:
+        """The end of JAX's backends may wait for kernels that wait for this process."""
+        files = [self._folder / f"{rank}.events" for rank in self._case.survivors]
+        deadline = time.monotonic() + _KNOWN_S
+        while not all('"error"' in file.read_text() for file in files):
+            if time.monotonic() > deadline:
+                return
+            time.sleep(0.05)
+        time.sleep(1)  # until what they tell in turn has come
 
     def _fail_in_stage(self, stage: str) -> None:
         gather = key_value_store.KeyValueStore.gather
@@ -286,9 +326,8 @@ def _sharded(f: Any, mesh: Mesh, in_specs: Any) -> Any:
 
 
 def main() -> None:
-    """Command line: the case, the platform, this process's number, and the file of its events."""
+    """Command line: the case, the platform, this process's number, and the folder of events."""
     case, platform, rank = matrix.parse(sys.argv[1]), sys.argv[2], int(sys.argv[3])
-    events = os.open(sys.argv[4], os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     if platform == "cpu":
         jax.config.update("jax_platforms", "cpu")
         jax.config.update("jax_num_cpu_devices", 1)
@@ -297,7 +336,7 @@ def main() -> None:
     if case.fault == "stop":
         timeouts.SILENT_S = verdict.SILENT_S
     launched.join_at_first_use()
-    Rank(case, rank, events).run()
+    Rank(case, rank, Path(sys.argv[4])).run()
 
 
 if __name__ == "__main__":

@@ -98,7 +98,10 @@ def _of_survivor(
         return [f"has seen no error; exit code {process.exit_code}, it said {process.events}"]
     found = []
     first = errors[0]
-    if process.exit_code == 0:
+    if case.rest_goes_on(platform):
+        if process.exit_code != 0 or process.first("went on") is None:
+            found.append(f"did not go on without the victim; exit code {process.exit_code}")
+    elif process.exit_code == 0:
         found.append("exit code 0 after a failure")
     if first["event"] == "error" and first["type"] not in _TYPES:
         found.append(f"the exception is a {first['type']}")
@@ -119,7 +122,8 @@ def _of_survivor(
     if first["event"] == "error" and "jax_intranode" not in first["text"]:
         found.append(f"the error is not ours: {first['text']}")
     last = (process.log.rstrip().splitlines() or [""])[-1]
-    if first["event"] == "error" and not _names(case, last):
+    ends_by_it = first["event"] == "error" and not case.rest_goes_on(platform)
+    if ends_by_it and not _names(case, last):
         found.append(f"the last line that it printed does not say why it ended: {last}")
     began = max(e["time"] for e in process.all("begins") if e["time"] < first["time"])
     began = max(fault["time"], began)

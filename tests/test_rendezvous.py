@@ -16,6 +16,7 @@ from tiers import full
 
 from jax_intranode._src.group import agreed, key_value_store, rendezvous, slabs
 from jax_intranode._src.health import peers
+from jax_intranode._src.native import extension
 from jax_intranode._src.selection import quoting
 
 pytestmark = pytest.mark.one_version
@@ -28,17 +29,16 @@ REMOTE = 1000  # is added to device ids
 
 
 class Malformed(key_value_store.KeyValueStore):
-    """The store of process 0. The records of process 1 are changed by `change`."""
+    """The store of process 0. The records of process 5 are changed by `change`."""
 
     def __init__(self, change: Any):
         self._change = change
         self.verdict: str | None = None
-        self.stages: list[str] = []
         client = SimpleNamespace(
             key_value_set=self._set, blocking_key_value_get=lambda key, _: self._values[key]
         )
         self._values: dict[str, str] = {}
-        super().__init__(client, "", 0, (0, 1))
+        super().__init__(client, "", 0, (0, 5))
 
     def _set(self, key: str, value: str) -> None:
         stage, _, process = key.partition("/")
@@ -48,12 +48,11 @@ class Malformed(key_value_store.KeyValueStore):
             self.verdict = value
         self._values[key] = value
         if process == "0":
-            self.stages.append(stage)
-            self._values[f"{stage}/1"] = self._change(stage, of_peer(stage, json.loads(value)))
+            self._values[f"{stage}/5"] = self._change(stage, of_peer(stage, json.loads(value)))
 
 
 def of_peer(stage: str, record: Any) -> Any:
-    """What process 1 would send: the same for its own devices."""
+    """What process 5 would send: the same for its own devices."""
     if stage == "hello":
         for device in record["devices"]:
             device["id"] += REMOTE
@@ -62,12 +61,12 @@ def of_peer(stage: str, record: Any) -> Any:
     return record
 
 
-def meet(monkeypatch: pytest.MonkeyPatch, change: Any) -> tuple[str | None, Malformed]:
-    """A rendezvous of two devices of this process and two of process 1."""
+def meet(monkeypatch: pytest.MonkeyPatch, change: Any) -> str | None:
+    """Why a rendezvous of two devices of this process and two of process 5 ends."""
     devices = {device.id: device for device in jax.devices("cpu")[:2]}
     for device in list(devices.values()):
         devices[device.id + REMOTE] = SimpleNamespace(
-            id=device.id + REMOTE, process_index=1, platform="cpu", device_kind="cpu"
+            id=device.id + REMOTE, process_index=5, platform="cpu", device_kind="cpu"
         )
     store = Malformed(change)
     monkeypatch.setattr(key_value_store, "store", lambda *_: store)
@@ -78,9 +77,9 @@ def meet(monkeypatch: pytest.MonkeyPatch, change: Any) -> tuple[str | None, Malf
     monkeypatch.setattr(peers, "Watch", no_watch)
     monkeypatch.setattr(slabs, "probe", lambda *_, **__: None)
     met = agreed.Rendezvous(devices, "cpu", "multi")
-    rendezvous._perform(met, [0, 1])
+    rendezvous._perform(met, [0, 5])
     assert quoting.shown(store.verdict) == (met.reason or "")
-    return met.reason, store
+    return met.reason
 
 
 def paths(record: Any, at: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
@@ -117,79 +116,67 @@ def changed(record: Any, dice: random.Random) -> Any:
 
 
 def test_a_sound_record_is_accepted(monkeypatch: pytest.MonkeyPatch) -> None:
-    reason, store = meet(monkeypatch, lambda _, record: json.dumps(record))
-    assert reason is None
-    assert store.stages == ["hello", "watch", "slabs", "open", "write", "read"]
+    assert meet(monkeypatch, lambda _, record: json.dumps(record)) is None
+
+
+def sends(stage: str, text: str) -> Any:
+    """A change: this text for one record."""
+    return lambda at, record: text if at == stage else json.dumps(record)
+
+
+def says(**fields: Any) -> Any:
+    """A change: these fields in the first record."""
+    return lambda at, record: json.dumps({**record, **fields} if at == "hello" else record)
+
+
+def other_variables(at: str, record: Any) -> str:
+    its = {"SLAB_MIB": "7", "RING_MIB": "512", "STRICT": "1", "TOPOLOGY": "unknown"}
+    its = {f"JAX_INTRANODE_{name}": value for name, value in its.items()}
+    return says(config=record["config"] | its)(at, record) if at == "hello" else json.dumps(record)
+
+
+DIFFERENT = "processes 0 and 5 of the mesh have a different "
 
 
 @pytest.mark.parametrize(
-    ("stage", "text", "reason"),
+    ("change", "reason"),
     [
-        ("hello", "{", "process 1 sent a record (hello) that is no JSON"),
-        ("slabs", "[" * 100_000, "process 1 sent a record (slabs) that is no JSON"),
-        ("hello", "[1]", "a process sent a record (hello) of another form"),
-        ("hello", "{}", "processes 0 and 1 of the mesh have a different version"),
-        ("hello", '{"error": "no"}', "no"),
-        ("hello", json.dumps({"error": "\x1b[2J" + "x" * 10**6}), "?[2Jxxx"),
-        ("slabs", "{}", "a process sent a record (slabs) of another form"),
-        ("slabs", '"x"', "a process sent a record (slabs) of another form"),
+        (sends("hello", "{"), "process 5 sent a record (hello) that is no JSON"),
+        (sends("slabs", "[" * 100_000), "process 5 sent a record (slabs) that is no JSON"),
+        (sends("hello", "[1]"), "a process sent a record (hello) of another form"),
+        (sends("hello", "{}"), f"{DIFFERENT}version"),
+        (sends("hello", '{"error": "no"}'), "no"),
+        (sends("hello", json.dumps({"error": "\x1b[2J" + "x" * 10**6})), "?[2Jxxx"),
+        (sends("slabs", "{}"), "a process sent a record (slabs) of another form"),
+        (sends("slabs", '"x"'), "a process sent a record (slabs) of another form"),
+        *((says(**{what: "no"}), f"{DIFFERENT}{what}: ") for what in ("version", "protocol")),
+        (says(table="no"), f"{DIFFERENT}table: "),
+        (says(tuning="no"), f"{DIFFERENT}JAX_INTRANODE_TUNING (digest of the file): "),
+        (
+            other_variables,
+            f"{DIFFERENT}JAX_INTRANODE_TOPOLOGY: not set and unknown, JAX_INTRANODE_SLAB_MIB: not "
+            "set and 7, JAX_INTRANODE_STRICT: 0 and 1; give them the same version and environment",
+        ),
     ],
 )
 def test_malformed_records_are_refused(
-    monkeypatch: pytest.MonkeyPatch, stage: str, text: str, reason: str
+    monkeypatch: pytest.MonkeyPatch, change: Any, reason: str
 ) -> None:
-    found, _ = meet(monkeypatch, lambda at, record: text if at == stage else json.dumps(record))
+    """And those of processes that would decide differently."""
+    found = meet(monkeypatch, change)
     assert found is not None and found.startswith(reason), found
     assert len(found) < 600
 
 
-@pytest.mark.parametrize("what", ["version", "protocol", "table", "tuning"])
-def test_processes_that_would_decide_differently_are_refused(
-    monkeypatch: pytest.MonkeyPatch, what: str
-) -> None:
-    def other(stage: str, record: Any) -> str:
-        return json.dumps(record | {what: "another"} if stage == "hello" else record)
-
-    found, _ = meet(monkeypatch, other)
-    assert found is not None
-    named = {"tuning": "JAX_INTRANODE_TUNING (digest of the file)"}.get(what, what)
-    assert found.startswith(f"processes 0 and 1 of the mesh have a different {named}: "), found
-
-
-def test_variables_that_differ_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    its = {"JAX_INTRANODE_SLAB_MIB": "7", "JAX_INTRANODE_RING_MIB": "512"}
-    its |= {"JAX_INTRANODE_STRICT": "1", "JAX_INTRANODE_TOPOLOGY": "unknown"}
-
-    def other(stage: str, record: Any) -> str:
-        return json.dumps(
-            record | {"config": record["config"] | its} if stage == "hello" else record
-        )
-
-    found, _ = meet(monkeypatch, other)
-    assert found == (
-        "processes 0 and 1 of the mesh have a different JAX_INTRANODE_TOPOLOGY: not set and "
-        "unknown, JAX_INTRANODE_SLAB_MIB: not set and 7, JAX_INTRANODE_STRICT: 0 and 1; "
-        "give them the same version and environment"
-    )
-
-
-def test_processes_that_differ_are_named_by_their_numbers() -> None:
-    same, other = {"version": "1"}, {"version": "2"}
-    with pytest.raises(key_value_store.Refused, match=r"processes 2 and 5 .* version: 1 and 2;"):
-        rendezvous._refuse_differences([same, same, other], [2, 3, 5])
-
-
 def test_a_segment_that_is_too_small_is_not_opened(monkeypatch: pytest.MonkeyPatch) -> None:
-    from jax_intranode import _host
-
-    small = _host.allocate(0, 4096, True)
+    small = extension.module("cpu").allocate(0, 4096, True)
 
     def change(stage: str, record: Any) -> str:
         if stage == "slabs":
             record = {i: small.handle().hex() for i in record}
         return json.dumps(record)
 
-    found, _ = meet(monkeypatch, change)
+    found = meet(monkeypatch, change)
     small.unlink()
     assert found is not None and "has fewer than" in found, found
 
@@ -204,6 +191,5 @@ def test_random_records(monkeypatch: pytest.MonkeyPatch, rounds: int) -> None:
         def change(at: str, record: Any, dice: random.Random = dice, stage: str = stage) -> str:
             return json.dumps(changed(record, dice) if at == stage else record)
 
-        reason, _ = meet(monkeypatch, change)
-        refused += reason is not None
+        refused += meet(monkeypatch, change) is not None
     assert refused >= rounds / 3

@@ -4,9 +4,7 @@ Forced links: quads of the devices 0 to 3 and 4 to 7; devices that are 4 apart a
 """
 
 import itertools
-import sys
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import cases
@@ -15,22 +13,17 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from devices import need_devices
-from test_topology import DGX1, make_reports
+from test_topology import DGX1, FakeNvml, all_pairs, install, links_of
 
-import jax_intranode
 from jax_intranode._src import reasons
 from jax_intranode._src.group import communicator, key_value_store, rendezvous, topology
 from jax_intranode._src.group import partition as partition_lib
-from jax_intranode._src.group import rendezvous as rendezvous_lib
 from jax_intranode._src.native import extension
 from jax_intranode._src.ops.collective import chooser
 from jax_intranode._src.selection import config, select
 
-sys.path.append(str(Path(__file__).parent / "multiprocess"))
-
 pytestmark = pytest.mark.one_version
 
-VARIABLE = {"JAX_INTRANODE_TOPOLOGY": "hybrid_cube_mesh"}
 DTYPES = ("float32", "bfloat16", "float16", "float64", "int8", "uint32", "int64")
 
 
@@ -56,32 +49,16 @@ def oracle(parts: np.ndarray, order: Sequence[int]) -> np.ndarray:
 
 
 @pytest.fixture
-def cube_mesh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """The devices are a hybrid cube mesh, and no rendezvous has taken place before."""
+def cube_mesh(fresh: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The devices are a hybrid cube mesh."""
     if jax.devices()[0].platform != "cpu":
         pytest.skip("GPUs have the links that they have")
     need_devices(8)
-    monkeypatch.setenv(*next(iter(VARIABLE.items())))
+    monkeypatch.setenv("JAX_INTRANODE_TOPOLOGY", "hybrid_cube_mesh")
     config.get.cache_clear()
-    jax_intranode.shutdown()
-    jax.clear_caches()
     yield
     monkeypatch.undo()
     config.get.cache_clear()
-    jax_intranode.shutdown()
-    jax.clear_caches()
-
-
-def mesh_of(order: Sequence[int]) -> jax.sharding.Mesh:
-    return cases.make_mesh((8,), ("x",), np.array(order))
-
-
-def check_psum(dtype: str, count: int, order: Sequence[int], seed: int) -> None:
-    parts = cases.random(dtype, (8, count), seed)
-    before = extension.handler_calls()
-    result = jax.block_until_ready(cases.psum_of(parts, mesh_of(order)))
-    assert extension.handler_calls() > before
-    cases.check(result, cases.everywhere(oracle(parts, order), 8))
 
 
 ORDERS = [list(range(8)), [4, 5, 6, 7, 0, 1, 2, 3], [6, 0, 3, 5, 2, 7, 4, 1]]
@@ -90,9 +67,14 @@ ORDERS = [list(range(8)), [4, 5, 6, 7, 0, 1, 2, 3], [6, 0, 3, 5, 2, 7, 4, 1]]
 @pytest.mark.usefixtures("cube_mesh")
 @pytest.mark.parametrize("order", ORDERS, ids=("in order", "quads swapped", "shuffled"))
 def test_all_ranks_have_the_bits_of_the_sum_of_quads(order: list[int]) -> None:
+    mesh = cases.make_mesh((8,), ("x",), np.array(order))
     with jax.enable_x64(True):
         for seed, (dtype, count) in enumerate(itertools.product(DTYPES, (1, 77))):
-            check_psum(dtype, count, order, seed)
+            parts = cases.random(dtype, (8, count), seed)
+            before = extension.handler_calls()
+            result = jax.block_until_ready(cases.psum_of(parts, mesh))
+            assert extension.handler_calls() > before
+            cases.check(result, cases.everywhere(oracle(parts, order), 8))
 
 
 @pytest.mark.usefixtures("cube_mesh")
@@ -115,7 +97,7 @@ def test_what_groups_run() -> None:
     assert "are faster than lax" in choose("psum", ("pair", "quad"), 1 << 20).reason
 
     # Operations of other kinds ask for a communicator only.
-    found = rendezvous_lib.rendezvous_of(mesh.devices.flat)
+    found = rendezvous.rendezvous_of(mesh.devices.flat)
     whole, quads = (partition_lib.partition(mesh, axes) for axes in (("pair", "quad"), ("quad",)))
     reason = communicator.communicator(found, whole, "one_shot_rms_norm")
     assert reason == "only psum has kernels for a hybrid cube mesh"
@@ -131,36 +113,17 @@ def test_what_groups_run() -> None:
 # The links that GPUs report.
 
 
-def links_of(reports: Sequence[topology.LinkReport], monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.setattr(rendezvous.config, "get", lambda: config.Config())
-    return rendezvous._links_of_host([(10 + i, report) for i, report in enumerate(reports)])
-
-
 def test_links_of_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    linked_to = links_of(make_reports(8, DGX1), monkeypatch)
+    def neighbours(*nvml: Any) -> Any:
+        install(monkeypatch, FakeNvml(links_of(*nvml)))
+        return rendezvous._links_of_host([*enumerate(topology.read_links(), 10)])
+
+    linked_to = neighbours(8, DGX1)
     assert sorted(linked_to) == list(range(10, 18))
     assert linked_to[10] == {11, 12, 13, 14} and linked_to[17] == {14, 15, 16, 13}
-    assert links_of(make_reports(8, {}, [18] * 8), monkeypatch) == {}
-    assert links_of(make_reports(2, {(0, 1): 4}), monkeypatch) == {}
-    quad = {(i, j): 1 for i in range(4) for j in range(i + 1, 4)}
-    assert links_of(make_reports(4, quad), monkeypatch) == {}
-
-
-PAIRS = {(0, 1): 4, (2, 3): 4}
-
-
-@pytest.mark.parametrize(
-    ("size", "direct"),
-    [
-        pytest.param(4, PAIRS, id="pairs with NVLink bridges"),
-        pytest.param(8, {**DGX1, (0, 5): 1}, id="a link more"),
-    ],
-)
-def test_gpus_that_are_linked_in_part_fall_back(
-    monkeypatch: pytest.MonkeyPatch, size: int, direct: dict[tuple[int, int], int]
-) -> None:
+    assert neighbours(8, {}, [18] * 8) == neighbours(4, all_pairs(0, 1, 2, 3)) == {}
     with pytest.raises(key_value_store.Refused) as refusal:
-        links_of(make_reports(size, direct), monkeypatch)
+        neighbours(4, {(0, 1): 4, (2, 3): 4})  # pairs with NVLink bridges
     reason = str(refusal.value)
     assert "are not all linked by NVLink (topology unknown, links (" in reason
     assert "00000000:06:00.0" in reason

@@ -25,24 +25,19 @@ def bus_id(gpu: int) -> str:
     return f"00000000:{gpu + 6:02x}:00.0"
 
 
-def make_reports(
+SWITCH_LINK = (1, 2, "FFFFFFFF:FF:FF.0")  # as an H200 in a virtual machine answers
+Links = list[list[tuple[int, int, str]]]  # of each GPU: state, remote type and remote bus id
+
+
+def links_of(
     size: int, direct: Mapping[tuple[int, int], int], switch_links: Sequence[int] = ()
-) -> list[LinkReport]:
-    """Builds the reports of `size` GPUs with these direct links and switch links."""
-    peers: list[dict[str, int]] = [{} for _ in range(size)]
+) -> Links:
+    """The links of GPUs that have these direct links and switch links."""
+    links: Links = [[SWITCH_LINK] * count for count in switch_links or [0] * size]
     for (i, j), count in direct.items():
-        peers[i][bus_id(j)] = count
-        peers[j][bus_id(i)] = count
-    return [
-        LinkReport(
-            bus_id=bus_id(gpu),
-            uuid=f"GPU-{gpu}",
-            name="Test GPU",
-            switch_links=switch_links[gpu] if switch_links else 0,
-            peer_links=tuple(sorted(peers[gpu].items())),
-        )
-        for gpu in range(size)
-    ]
+        links[i] += [(1, 0, bus_id(j).upper())] * count
+        links[j] += [(1, 0, bus_id(i).upper())] * count
+    return links
 
 
 def without(pair: tuple[int, int]) -> dict[tuple[int, int], int]:
@@ -60,29 +55,21 @@ FULLY, CUBE, UNKNOWN = (
     TopologyKind.FULLY_CONNECTED, TopologyKind.HYBRID_CUBE_MESH, TopologyKind.UNKNOWN
 )  # fmt: skip
 KINDS = {
-    "DGX-1": (CUBE, make_reports(8, DGX1)),
-    **{f"DGX-1 without {pair}": (UNKNOWN, make_reports(8, without(pair))) for pair in DGX1},
-    "DGX-1 with a link too many": (UNKNOWN, make_reports(8, {**DGX1, (0, 5): 1})),
-    "two halves": (UNKNOWN, make_reports(8, HALVES)),
-    "ring": (UNKNOWN, make_reports(8, RING)),
-    "switch": (FULLY, make_reports(8, {}, [18] * 8)),
-    "switch that one reaches by fewer links": (FULLY, make_reports(8, {}, [18] * 7 + [16])),
-    "switch that one does not reach": (UNKNOWN, make_reports(8, {}, [18] * 7 + [0])),
-    **{f"{size} without NVLink": (UNKNOWN, make_reports(size, {})) for size in (2, 4, 8)},
-    "four linked directly": (FULLY, make_reports(4, all_pairs(0, 1, 2, 3))),
-    "four without a link": (UNKNOWN, make_reports(4, all_pairs(0, 1, 2) | all_pairs(0, 3))),
-    "two": (FULLY, make_reports(2, {(0, 1): 4})),
-    "one": (FULLY, make_reports(1, {})),
+    "DGX-1": (CUBE, links_of(8, DGX1)),
+    **{f"DGX-1 without {pair}": (UNKNOWN, links_of(8, without(pair))) for pair in DGX1},
+    "DGX-1 with a link too many": (UNKNOWN, links_of(8, {**DGX1, (0, 5): 1})),
+    "two halves": (UNKNOWN, links_of(8, HALVES)),
+    "ring": (UNKNOWN, links_of(8, RING)),
+    "switch": (FULLY, links_of(8, {}, [18] * 8)),
+    "switch that one reaches by fewer links": (FULLY, links_of(8, {}, [18] * 7 + [16])),
+    "switch that one does not reach": (UNKNOWN, links_of(8, {}, [18] * 7 + [0])),
+    **{f"{size} without NVLink": (UNKNOWN, links_of(size, {})) for size in (2, 4, 8)},
+    "four linked directly": (FULLY, links_of(4, all_pairs(0, 1, 2, 3))),
+    "four without a link": (UNKNOWN, links_of(4, all_pairs(0, 1, 2) | all_pairs(0, 3))),
+    "two": (FULLY, links_of(2, {(0, 1): 4})),
+    "one": (FULLY, links_of(1, {})),
     "none": (UNKNOWN, []),
 }
-
-
-@pytest.mark.parametrize("name", KINDS)
-def test_kind(name: str) -> None:
-    kind, reports = KINDS[name]
-    for seed in range(5):  # the order of the GPUs does not matter
-        assert topo.classify(topo.link_matrix(reports)) is kind
-        random.Random(seed).shuffle(reports)
 
 
 class FakeNvml(types.ModuleType):
@@ -123,6 +110,9 @@ class FakeNvml(types.ModuleType):
     def nvmlInit(self) -> None:
         self.users += 1
 
+    def does_not_start(self) -> None:
+        raise self.NVMLError_LibraryNotFound
+
     def nvmlShutdown(self) -> None:
         self.users -= 1
 
@@ -161,68 +151,38 @@ class FakeNvml(types.ModuleType):
         return self.links[handle][link]
 
 
-SWITCH_LINK = (1, 2, "FFFFFFFF:FF:FF.0")  # as an H200 in a virtual machine answers
-
-
-def direct_links(size: int, direct: Mapping[tuple[int, int], int]) -> list[list[tuple]]:
-    """Returns the links of a fake host whose GPUs are linked to each other."""
-    links: list[list[tuple]] = [[] for _ in range(size)]
-    for (i, j), count in direct.items():
-        links[i] += [(1, 0, bus_id(j).upper())] * count
-        links[j] += [(1, 0, bus_id(i).upper())] * count
-    return links
-
-
 def install(monkeypatch: pytest.MonkeyPatch, nvml: types.ModuleType | None) -> None:
     """Makes `import pynvml` find `nvml`, or nothing, with no topology forced."""
     monkeypatch.setitem(sys.modules, "pynvml", nvml)
     monkeypatch.setattr(topo.config, "get", lambda: types.SimpleNamespace(topology=None))
 
 
-def test_nvml_with_switches(monkeypatch: pytest.MonkeyPatch) -> None:
-    nvml = FakeNvml([[SWITCH_LINK] * 18] * 8)
+@pytest.mark.parametrize("name", KINDS)
+def test_kind(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    kind, links = KINDS[name]
+    nvml = FakeNvml(links)
     install(monkeypatch, nvml)
     found = topo.topology()
-    assert found.kind is TopologyKind.FULLY_CONNECTED
-    assert not found.forced
-    assert [gpu.switch_links for gpu in found.gpus] == [18] * 8
-    assert all(gpu.peer_links == () for gpu in found.gpus)
-    assert found.links[3][5] == 18
-    assert found.gpus[2] == LinkReport(bus_id(2), "GPU-2", "Test GPU", 18, ())
-    assert nvml.users == 0
+    assert found.kind is kind and not found.forced and nvml.users == 0
+    for seed in range(5):  # the order of the GPUs does not matter
+        gpus = random.Random(seed).sample(found.gpus, len(links))
+        assert topo.classify(topo.link_matrix(gpus)) is kind
 
 
-@pytest.mark.parametrize("knows_remote_type", [True, False])
-def test_nvml_with_direct_links(monkeypatch: pytest.MonkeyPatch, knows_remote_type: bool) -> None:
-    nvml = FakeNvml(direct_links(8, DGX1))
-    nvml.knows_remote_type = knows_remote_type
+def test_links(monkeypatch: pytest.MonkeyPatch) -> None:
+    nvml = FakeNvml(links_of(3, {(1, 2): 4}, [18, 14, 0]))
     install(monkeypatch, nvml)
-    found = topo.topology()
-    assert found.kind is TopologyKind.HYBRID_CUBE_MESH
-    assert found.gpus == tuple(
-        LinkReport(report.bus_id, report.uuid, report.name, 0, report.peer_links)
-        for report in make_reports(8, DGX1)
-    )
-
-
-def test_read_links_keeps_the_order_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    install(monkeypatch, FakeNvml([[SWITCH_LINK]] * 4))
-    cuda_ids = ["0000:09:00.0", "0000:06:00.0", "0000:77:00.0"]  # the last is not of this host
-    assert [gpu.uuid for gpu in topo.read_links(cuda_ids)] == ["GPU-3", "GPU-0"]
-
-
-def test_a_lost_gpu_does_not_hide_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    nvml = FakeNvml([[SWITCH_LINK]] * 3)
-    nvml.lost = {1}
-    install(monkeypatch, nvml)
-    assert [gpu.uuid for gpu in topo.read_links()] == ["GPU-0", "GPU-2"]
-
-
-def test_nvml_that_cannot_start(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Broken(FakeNvml):
-        def nvmlInit(self) -> None:
-            raise self.NVMLError_LibraryNotFound
-
-    install(monkeypatch, Broken([[SWITCH_LINK]] * 2))
+    first, second, third = found = topo.read_links()
+    assert first == LinkReport(bus_id(0), "GPU-0", "Test GPU", 18, ())
+    assert second == LinkReport(bus_id(1), "GPU-1", "Test GPU", 14, ((bus_id(2), 4),))
+    assert topo.topology().links == ((0, 14, 0), (14, 0, 4), (0, 4, 0))
+    # In the order asked for; the last one is not of this host.
+    assert topo.read_links(["0000:08:00.0", "0000:06:00.0", "0000:77:00.0"]) == [third, first]
+    nvml.knows_remote_type = False  # as an old driver, which knows addresses
+    assert [report.peer_links for report in topo.read_links()] == [r.peer_links for r in found]
+    nvml.knows_remote_type = True
+    nvml.lost = {1}  # which does not hide the others
+    assert topo.read_links() == [found[0], found[2]]
+    monkeypatch.setattr(nvml, "nvmlInit", nvml.does_not_start)
     assert topo.read_links() == []
-    assert topo.topology() == Topology(TopologyKind.UNKNOWN, (), (), False)
+    assert topo.topology() == Topology(UNKNOWN, (), (), False)

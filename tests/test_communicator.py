@@ -32,31 +32,16 @@ def check_sum(mesh: jax.sharding.Mesh, seed: int = 0, *, ours: bool = True) -> N
     cases.check(result, cases.everywhere(cases.oracle(parts), mesh.size), exact=ours)
 
 
-def summing(mesh: jax.sharding.Mesh, calls: int = 1) -> Any:
-    def f(v: Any) -> Any:
-        for _ in range(calls):
-            v = jax_intranode.psum(v, "x") / mesh.size
-        return v
-
-    return jax.jit(cases.sharded(f, mesh, P("x"), P("x")))
-
-
 # Partitions.
 
 
 @pytest.mark.parametrize(
     ("ids", "names", "axes", "groups"),
     [
-        ([0, 1, 2], "x", "x", [(0, 1, 2)]),
         ([2, 0, 1], "x", "x", [(2, 0, 1)]),
-        ([[0, 1, 2], [3, 4, 5]], "dt", "t", [(0, 1, 2), (3, 4, 5)]),
-        ([[0, 1, 2], [3, 4, 5]], "dt", "d", [(0, 3), (1, 4), (2, 5)]),
-        ([[0, 1, 2], [3, 4, 5]], "dt", "dt", [(0, 1, 2, 3, 4, 5)]),
         ([[0, 1, 2], [3, 4, 5]], "dt", "td", [(0, 3, 1, 4, 2, 5)]),
         ([[5, 3, 1], [4, 2, 0]], "dt", "d", [(5, 4), (3, 2), (1, 0)]),
-        ([[[0, 1], [2, 3]], [[4, 5], [6, 7]]], "abc", "b", [(0, 2), (1, 3), (4, 6), (5, 7)]),
         ([[[0, 1], [2, 3]], [[4, 5], [6, 7]]], "abc", "ca", [(0, 4, 1, 5), (2, 6, 3, 7)]),
-        ([[[0, 1], [2, 3]], [[4, 5], [6, 7]]], "abc", "ac", [(0, 1, 4, 5), (2, 3, 6, 7)]),
         ([[1], [0]], "dt", "t", [(1,), (0,)]),
     ],
 )
@@ -87,18 +72,13 @@ def test_initialize_sets_up_all_groups_of_a_mesh() -> None:
 
 
 @pytest.mark.usefixtures("fresh")
-@pytest.mark.parametrize(
-    ("calls", "executions"), [(1, 1), (8, 12)], ids=["executed_once", "replayed"]
-)
-def test_program_from_before_shutdown_raises(calls: int, executions: int) -> None:
+def test_program_from_before_shutdown_raises() -> None:
+    """test_replay_after_shutdown has one that GPUs replay, which loses the CUDA context."""
     need_devices(2)
-    if executions > 1 and jax.devices()[0].platform == "gpu":
-        pytest.skip("on GPUs it loses the CUDA context: see test_replay_after_shutdown")
     mesh = cases.line()
-    program = summing(mesh, calls)
+    program = jax.jit(cases.sharded(lambda v: jax_intranode.psum(v, "x"), mesh, P("x"), P()))
     x = cases.put(mesh, P("x"), cases.random("float32", (mesh.size, 100)))
-    for _ in range(executions):
-        jax.block_until_ready(program(x))
+    jax.block_until_ready(program(x))
     jax_intranode.shutdown()
     for _ in range(2):
         with pytest.raises(Exception, match=r"jax_intranode\.shutdown\(\).*jax\.clear_caches\(\)"):

@@ -1,9 +1,8 @@
-"""Cases of how processes set up: again and again, on several nodes, with a tuning."""
+"""Cases of how processes set up: again and again, and on several nodes."""
 
 import contextlib
 import functools
 import os
-import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,14 +11,14 @@ from unittest import mock
 import cases
 import jax
 import numpy as np
-from cases import Case, line, make_mesh, put, selection, sharded
+from cases import Case, line, make_mesh, put, sharded
 from cases import case as register
 from jax.sharding import PartitionSpec as P
+from processes import segments_of
 
 import jax_intranode
 from jax_intranode._src.group import rendezvous
 from jax_intranode._src.jax_private.distributed import key_value_client
-from jax_intranode._src.selection import table, tuning
 
 CASES: dict[str, Case] = {}
 
@@ -90,10 +89,7 @@ def resources() -> dict[str, int]:
         "descriptors": len(os.listdir("/proc/self/fd")),
         "threads": len(os.listdir("/proc/self/task")),
         "mappings": len(Path("/proc/self/maps").read_text().splitlines()),
-        "segments": sum(
-            path.name.startswith(f"jax_intranode.{os.getpid()}.")
-            for path in Path("/dev/shm").iterdir()
-        ),
+        "segments": len(segments_of(os.getpid())),
     }
 
 
@@ -153,42 +149,3 @@ def sums_on_two_nodes(differs: str) -> None:
                 assert call.reason.endswith(DIFFERENT[differs]), call
             mine = jax.jit(f)(x).addressable_data(0)
             assert mine.shape == (1,) and int(mine[0]) in sums, (axes, mine)
-
-
-# A tuning.
-
-
-def row(nbytes: int) -> table.Row:
-    on_gpus = jax.devices()[0].platform == "gpu"
-    return table.Row(nbytes, "two_shot", 64 if on_gpus else 1, 2 if on_gpus else 1)
-
-
-@case()
-def one_tuning_in_files_of_two_names() -> None:
-    """Runs a psum as the tuning says."""
-    fields = {
-        "platform": jax.devices()[0].platform,
-        "device": jax.devices()[0].device_kind,
-        "devices": 2,
-        "versions": {},
-        "date": "2026-11-23",
-        "tables": [tuning.table_fields("multi", "psum", "bare", 8, (row(256), row(4096)))],
-        "profile": None,
-        "seconds": jax.process_index(),  # the files differ in what does not decide
-    }
-    with tempfile.TemporaryDirectory() as directory:
-        file = Path(directory) / f"{jax.process_index()}.json"
-        tuning.write(file, fields)
-        with tuning.using(tuning.read(str(file))):
-            obeys()
-
-
-def obeys() -> None:
-    mesh = line()
-    jax_intranode.initialize(mesh)
-    for nbytes in (256, 4096):
-        chosen = selection(mesh, ("x",), (nbytes // 4,), "float32")
-        assert chosen.algorithm == "two_shot" and "JAX_INTRANODE_TUNING=" in chosen.reason, chosen
-    assert selection(mesh, ("x",), (1025,), "float32").algorithm == "lax"
-    parts = cases.random("float32", (mesh.size, 1024), 3)
-    cases.check(cases.psum_of(parts, mesh), cases.everywhere(cases.oracle(parts), mesh.size))

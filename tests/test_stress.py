@@ -8,17 +8,12 @@ import jax
 import jax.numpy as jnp
 import pytest
 from devices import need_devices
-from stress import calls, chains, run
+from stress import calls, chains
 from stress.calls import Call
 
 import jax_intranode
 
 pytestmark = pytest.mark.one_version
-
-
-def program(*of: Call, shape: tuple[int, ...] = (4,), unedited: bool = False) -> chains.Program:
-    order = (2, 0, 1, 3)
-    return chains.Program(0, shape, order, of, unedited, False, "auto", rounds=3, delays=True)
 
 
 OPERATIONS = {
@@ -70,7 +65,8 @@ def test_right_and_wrong_values(operation: str, way: str, monkeypatch: pytest.Mo
     need_devices(4)
     call, small = OPERATIONS[operation], operation in calls.COMPARED
     call = dataclasses.replace(call, way=way, small=small)
-    made = program(call, shape=(2, 2))
+    order = (2, 0, 1, 3)
+    made = chains.Program(0, (2, 2), order, (call,), False, False, "auto", rounds=3, delays=True)
     assert chains.run_program(made, 1)[0] == 0
     right = getattr(jax_intranode, operation)
     monkeypatch.setattr(jax_intranode, operation, wrong_in_one_element(right))
@@ -85,15 +81,3 @@ def test_programs_can_be_made_again() -> None:
     texts = "".join(map(str, made))
     for name in (*calls.OPERATIONS, *calls.COMPARED, *calls.WAYS, "accelerate()", "two_shot"):
         assert name in texts, name
-
-
-def test_few_operations() -> None:
-    """Collectives have all sizes; operations that the program compares are as small as in a mix."""
-    text = "psum,moe_dispatch,all_gather_matmul"
-    few = run._parser().parse_args(["--operations", text]).operations
-    made = [chains.make(7, number, 4, "cpu", few) for number in range(100)]
-    sizes: dict[str, int] = {}
-    for call in (call for program in made for call in program.calls):
-        sizes[call.operation] = max(sizes.get(call.operation, 0), 0, *call.shape)
-    assert sorted(sizes) == sorted(text.split(","))
-    assert sizes["psum"] > 4000 and sizes["moe_dispatch"] <= 64

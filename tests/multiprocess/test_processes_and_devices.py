@@ -8,8 +8,7 @@ import jax
 import pytest
 from cases_of_processes import CASES
 from devices import need_devices, need_gpus
-
-import jax_intranode
+from multiprocess_ranks import run_cases
 
 NAMES = (
     "every_dtype_and_count-bfloat16-one_shot",
@@ -19,39 +18,25 @@ NAMES = (
 )
 
 
-def run_some_cases(devices: int) -> None:
-    """In a rank: runs one case of each kind."""
-    from jax_intranode._src.jax_private.distributed import key_value_client
-
-    assert len(jax.devices()) == devices
-    chosen = cases.selection(cases.line(), ("x",), (1, 100), "float32")
-    assert chosen.algorithm == "one_shot", chosen
-    for name in NAMES:
-        if CASES[name].devices <= devices:
-            CASES[name].run()
-            key_value_client().wait_at_barrier(name, 60_000)
-            jax.clear_caches()  # programs from before do not run after shutdown()
-            jax_intranode.shutdown()
-    print("all right", flush=True)
-
-
-def check(outputs: list[str]) -> None:
-    """Every rank has said so, and XLA connects no devices at its end."""
-    assert all("all right" in output for output in outputs), outputs
-    assert not any("[Gloo]" in output.partition("all right")[2] for output in outputs), outputs
+def check(ranks: Callable[..., Any], devices: int, world: int, **how: Any) -> None:
+    """Runs one case of each kind. XLA connects no devices at the end."""
+    for log in ranks(run_cases, world, arguments=["cases_of_processes", NAMES], **how):
+        for name in NAMES:
+            assert f"CASE {name} passed" in log or CASES[name].devices > devices, (name, log)
+        assert "[Gloo]" not in log.rpartition("CASE")[2], log
 
 
 @pytest.mark.full
 def test_two_devices_a_process(ranks: Callable[..., Any]) -> None:
     need_devices(4)
-    check(ranks(run_some_cases, 2, arguments=[4], local_devices=[[0, 1], [2, 3]]))
+    check(ranks, 4, 2, local_devices=[[0, 1], [2, 3]])
 
 
 def test_all_devices_but_one_in_a_process(ranks: Callable[..., Any]) -> None:
     need_devices(4)
     if jax.devices()[0].platform == "gpu":
         pytest.skip("XLA refuses processes with different numbers of GPUs")
-    check(ranks(run_some_cases, 2, arguments=[4], local_devices=[[0], [1, 2, 3]]))
+    check(ranks, 4, 2, local_devices=[[0], [1, 2, 3]])
 
 
 def test_one_visible_gpu_a_process(ranks: Callable[..., Any]) -> None:
@@ -59,7 +44,7 @@ def test_one_visible_gpu_a_process(ranks: Callable[..., Any]) -> None:
     need_devices(2)
     n = len(jax.devices())
     env = [{"CUDA_VISIBLE_DEVICES": str(rank)} for rank in range(n)]
-    check(ranks(run_some_cases, n, arguments=[n], env=env, local_devices=[[0]] * n))
+    check(ranks, n, n, env=env, local_devices=[[0]] * n)
 
 
 def test_permuted_visible_gpus(ranks: Callable[..., Any]) -> None:
@@ -70,7 +55,7 @@ def test_permuted_visible_gpus(ranks: Callable[..., Any]) -> None:
     env = [{"CUDA_VISIBLE_DEVICES": ",".join(map(str, order))} for order in orders]
     # Rank r takes GPU r, at whatever position r sees it.
     local = [[orders[rank].index(rank)] for rank in range(n)]
-    check(ranks(run_some_cases, n, arguments=[n], env=env, local_devices=local))
+    check(ranks, n, n, env=env, local_devices=local)
 
 
 def test_one_gpu_twice_is_refused(ranks: Callable[..., Any]) -> None:

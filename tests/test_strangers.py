@@ -18,10 +18,7 @@ from jax_intranode import __main__ as command_line
 from jax_intranode._src.command_line.launcher import own_files
 from jax_intranode._src.command_line.launcher.all_ranks import Rank
 from jax_intranode._src.command_line.launcher.output import RankOutput
-from jax_intranode._src.command_line.launcher.runs import (
-    SINGLE_PROCESS,
-    Devices,
-)
+from jax_intranode._src.command_line.launcher.runs import SINGLE_PROCESS, Devices
 from jax_intranode._src.command_line.launcher.service import coordination_service
 from jax_intranode._src.native import extension
 
@@ -204,10 +201,9 @@ def of_stranger(file: Path) -> None:
 _ATTACKS = f"""
 import os, signal, socket, sys
 from pathlib import Path
+from jax._src.lib import _jax
 
 path, secret = sys.argv[1], sys.stdin.readline().strip().encode()
-if "jax" in sys.argv:
-    from jax._src.lib import _jax
 os.setgroups([])
 os.setresgid({_STRANGER}, {_STRANGER}, {_STRANGER})
 os.setresuid({_STRANGER}, {_STRANGER}, {_STRANGER})
@@ -230,12 +226,10 @@ def join():
         client.key_value_set(str(number), "x" * 2**20)
 
 attacks = dict(
-    connect=connect, take=take, unlink=lambda: os.unlink(path),
+    connect=connect, take=take, join=join, unlink=lambda: os.unlink(path),
     move=lambda: os.rename(os.path.dirname(path), os.path.dirname(path) + "2"),
     list=lambda: os.listdir(os.path.dirname(path)),
 )
-if "jax" in sys.argv:
-    attacks["join"] = join
 print("begins", flush=True)
 for name, attack in attacks.items():
     if not (child := os.fork()):  # JAX ends a process whose client can't connect
@@ -246,7 +240,7 @@ for name, attack in attacks.items():
     print(name, "refused" if os.waitpid(child, 0)[1] else "done", flush=True)
 
 public = [Path("/proc/net/unix"), *Path("/dev/shm").iterdir()]
-for folder in (path[: path.index("/jax_intranode_")], *sys.argv[2:]):
+for folder in (path[: path.index("/jax_intranode_")], sys.argv[2]):
     for root, _, names in os.walk(folder):
         public += [Path(root, name) for name in names if "jax_intranode" in root or ".log" in name]
 public += [file for name in ("cmdline", "environ") for file in Path("/proc").glob("[0-9]*/" + name)]
@@ -261,46 +255,40 @@ for file in public:
 # A rank of the job that is attacked. It uses JAX while the stranger attacks.
 _RANK = f"""
 import os, socket, subprocess, sys
+import jax
+from jax.sharding import NamedSharding, PartitionSpec as P
+import jax_intranode
 
 path = os.environ["JAX_INTRANODE_COORDINATOR"].removeprefix("unix:")
 with socket.socket(socket.AF_UNIX) as client:
     client.connect(path)  # this user can
 if os.environ["JAX_INTRANODE_RANK"] == "0":
     stranger = subprocess.Popen(
-        [sys.executable, "-c", {_ATTACKS!r}, path, *sys.argv[1:]],
+        [sys.executable, "-c", {_ATTACKS!r}, path, sys.argv[1]],
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
     )
     stranger.stdin.write(os.environ["JAX_INTRANODE_SECRET"] + chr(10))
     stranger.stdin.flush()
     assert stranger.stdout.readline() == "begins" + chr(10), stranger.communicate()
-if "jax" in sys.argv:
-    import jax
-    from jax.sharding import NamedSharding, PartitionSpec as P
-    import jax_intranode
-    mesh = jax.make_mesh((2,), "x", axis_types=(jax.sharding.AxisType.Auto,))
-    x = jax.make_array_from_callback(
-        (2,), NamedSharding(mesh, P("x")), lambda i: jax.numpy.ones(1)
-    )
-    total = jax.shard_map(
-        lambda x: jax_intranode.psum(x, "x"), mesh=mesh, in_specs=P("x"), out_specs=P()
-    )
-    print("sum", jax.jit(total)(x).addressable_data(0), jax_intranode.usage_counter() > 0)
+mesh = jax.make_mesh((2,), "x", axis_types=(jax.sharding.AxisType.Auto,))
+x = jax.make_array_from_callback((2,), NamedSharding(mesh, P("x")), lambda i: jax.numpy.ones(1))
+total = jax.shard_map(
+    lambda x: jax_intranode.psum(x, "x"), mesh=mesh, in_specs=P("x"), out_specs=P()
+)
+print("sum", jax.jit(total)(x).addressable_data(0), jax_intranode.usage_counter() > 0)
 if os.environ["JAX_INTRANODE_RANK"] == "0":
     out, _ = stranger.communicate(timeout=100)
     print(*sorted(out.splitlines()), sep=", ")
 """
 
 
-_REFUSED = "connect refused, list refused, move refused, take refused, unlink refused"
-
-
 def test_a_launched_job_goes_on_beside_strangers(tmp_path: Path) -> None:
     script, logs = tmp_path / "rank.py", tmp_path / "logs"
     script.write_text(_RANK)
     launch = ["-m", "jax_intranode", "launch", "--platform", "cpu", "-n", "2", "--log-dir"]
-    done = python(*launch, logs, script, logs, "jax", stderr=subprocess.PIPE, timeout_s=200)
+    done = python(*launch, logs, script, logs, stderr=subprocess.PIPE, timeout_s=200)
     assert done.returncode == 0, done.stderr
-    with_join = _REFUSED.replace("list", "join refused, list")
-    assert f"[0] {with_join}\n" in done.stdout
+    attacks = ("connect", "join", "list", "move", "take", "unlink")
+    assert f"[0] {', '.join(f'{attack} refused' for attack in attacks)}\n" in done.stdout
     for rank in range(2):
         assert f"[{rank}] sum [2.] True\n" in done.stdout

@@ -61,33 +61,6 @@ def connecting(timeout_s: float = 20) -> Iterator[Any]:
         raise errors[0]
 
 
-@contextmanager
-def pair(silent_s: float = 60) -> Iterator[tuple[Any, socket.socket]]:
-    """An armed watch, and the socket of its peer."""
-    with connecting() as watch:
-        peer = connected(watch.address)
-        peer.send(hello())
-        assert peer.recv(100) == hello(process=0)
-    watch.arm(extension.module("cpu").platform(), silent_s)
-    try:
-        yield watch, peer
-    finally:
-        watch.close()
-        peer.close()
-
-
-def state_of(watch: Any, *wanted: str) -> tuple[str, str]:
-    """The peer's state and why, as soon as it is a wanted one."""
-    end = time.monotonic() + 10
-    while True:
-        ((process, pid, state, _, what, _),) = watch.peers()
-        assert (process, pid) == (PEER, os.getpid())
-        if state in wanted:
-            return state, what
-        assert time.monotonic() < end, (state, wanted)
-        time.sleep(0.01)
-
-
 def test_strangers_are_refused() -> None:
     before = descriptors()
     with connecting() as watch:
@@ -192,16 +165,23 @@ def test_a_failure_is_told_and_cleaned() -> None:
     """Packets before it that make no sense, and notes of waits that do not, change nothing."""
     huge = b"w" + b" ".join([b"f" * 16] * 5)
     strange = (b"x", b"w", b"w1 2 3", b"w" + bytes(600), huge, huge + b"0 \xff", b"h" * 501)
-    with pair() as (watch, peer):
-        for packet in strange:
-            peer.send(packet)
-        peer.send(b"fKeyError: \n\x1b[31m\xff" + b"x" * 400)
-        _, what = state_of(watch, "failed")
-        assert what.endswith("has failed: KeyError: ??[31m?" + "x" * 400)
-        peer.send(b"h")
-        peer.send(b"s")
-        time.sleep(0.1)
-        assert state_of(watch, "failed", "left", "running") == ("failed", what)
+    with connecting() as watch:
+        peer = connected(watch.address)
+        peer.send(hello())
+        assert peer.recv(100) == hello(process=0)
+    watch.arm(extension.module("cpu").platform(), 60)
+    for packet in (*strange, b"fKeyError: \n\x1b[31m\xff" + b"x" * 400, b"h", b"s"):
+        peer.send(packet)
+    end, state = time.monotonic() + 10, ""
+    while state != "failed" and time.monotonic() < end:
+        time.sleep(0.1)  # for what comes after it, too
+        ((process, pid, state, _, what, _),) = watch.peers()
+    assert (process, pid, state) == (PEER, os.getpid(), "failed")
+    assert what.endswith("has failed: KeyError: ??[31m?" + "x" * 400)
+    time.sleep(0.1)
+    assert watch.peers()[0][2] == "failed"
+    watch.close()
+    peer.close()
 
 
 def test_why_a_process_is_absent(monkeypatch: pytest.MonkeyPatch) -> None:

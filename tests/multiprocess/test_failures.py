@@ -77,7 +77,7 @@ def test_ranks_that_run_different_operations_are_told(ranks: Any, names: list[st
     for rank, log in enumerate(logs):
         other = 1 - rank
         if ON_CPU:
-            place = r" of \d+ bytes \(float32.*, .*operations\.py:\d+ \(\S+\)\)"
+            place = r" of \d+ bytes \(float32.*, .*(cases|operations)\.py:\d+ \(\S+\)\)"
             waits = rf"rank {other} \(.*, which waits in another operation: {ran[other]}{place}"
             patterns = [
                 rf"^WARNING:jax_intranode:{ran[rank]}{place}, call 1 .* has waited 1 s: .*{waits}",
@@ -90,7 +90,7 @@ def test_ranks_that_run_different_operations_are_told(ranks: Any, names: list[st
             assert re.search(pattern, log, re.MULTILINE), (pattern, log)
         assert said(log, "RECORD") == [str(("mismatch", ran[rank], rank, other))], log
         (source,) = said(log, "SOURCE")
-        assert "operations.py:" in source, source
+        assert ".py:" in source, source
 
 
 def sends_a_bad_table() -> None:

@@ -6,6 +6,8 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from stress.faults import operations
+
 WORLDS = (2, 3, 4)
 
 # What the victim does. "stop" is SIGSTOP, "interrupt" is SIGINT, "exit" is sys.exit and "os_exit"
@@ -32,17 +34,7 @@ PHASES = (
 # The phases in which a victim that comes late makes an operation of ours wait.
 _LATE_PHASES = ("lowering", "first_run", "fourth_run", "inside")
 
-OPERATIONS = (
-    "psum",
-    "psum_scatter",
-    "all_gather",
-    "all_to_all",
-    "all_gather_matmul",
-    "matmul_reduce_scatter",
-    "matmul_all_reduce",
-    "gradient",
-    "unedited",
-)
+OPERATIONS = tuple(operations.OPERATIONS)
 
 
 @dataclass(frozen=True)

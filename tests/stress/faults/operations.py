@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import cases
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -61,28 +62,19 @@ def _expected_gradient(xs: np.ndarray, rank: int) -> np.ndarray:
     return len(xs) * (np.sign(xs[rank][:_ROWS] @ _W) @ _W.T)
 
 
-def _psum(x: Any, axis: str) -> Any:
-    return jax_intranode.psum(x, axis)
+def _collective(name: str) -> Operation:
+    def run(x: Any, axis: str) -> Any:
+        return cases.apply(name, x.reshape(-1), axis).reshape(-1, _COLUMNS)
 
+    def expected(xs: np.ndarray, rank: int) -> np.ndarray:
+        return cases.reference(name, xs.reshape(len(xs), -1))[rank].reshape(-1, _COLUMNS)
 
-def _sum(xs: np.ndarray, rank: int) -> np.ndarray:
-    return xs.sum(0)
+    return Operation(run, expected)
 
 
 OPERATIONS: dict[str, Operation] = {
-    "psum": Operation(_psum, _sum),
-    "psum_scatter": Operation(
-        lambda x, axis: jax_intranode.psum_scatter(x, axis, tiled=True),
-        lambda xs, rank: _part(xs.sum(0), rank),
-    ),
-    "all_gather": Operation(
-        lambda x, axis: jax_intranode.all_gather(x[:_ROWS], axis, tiled=True),
-        lambda xs, _: np.concatenate([x[:_ROWS] for x in xs]),
-    ),
-    "all_to_all": Operation(
-        lambda x, axis: jax_intranode.all_to_all(x, axis, 0, 0, tiled=True),
-        lambda xs, rank: np.concatenate([_part(x, rank) for x in xs]),
-    ),
+    # In a permute a rank waits for its source only.
+    **{name: _collective(name) for name in cases.OPERATIONS if name != "ppermute"},
     "all_gather_matmul": Operation(
         lambda x, axis: jax_intranode.all_gather_matmul(x[:_ROWS], _w(x), axis),
         lambda xs, _: np.concatenate([x[:_ROWS] for x in xs]) @ _W,
@@ -99,5 +91,7 @@ OPERATIONS: dict[str, Operation] = {
         plan=_PIPELINE,
     ),
     "gradient": Operation(_gradient, _expected_gradient, plan=_PIPELINE),
-    "unedited": Operation(lambda x, axis: lax.psum(x, axis), _sum, unedited=True),
+    "unedited": Operation(
+        lambda x, axis: lax.psum(x, axis), lambda xs, _: xs.sum(0), unedited=True
+    ),
 }

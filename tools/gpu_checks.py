@@ -59,8 +59,8 @@ def steps(out: Path, devices: int, cpu: bool) -> list[tuple[str, str, int, str, 
     names = ("psum", "contract", "life_cycle", "explain", "collective_matmul", "overlap")
     for file in [*of_ranks, *(ROOT / "tests" / f"test_{name}.py" for name in names)]:
         add("tests", file.stem, 300, f"{TEST} {file}", required)
-    stress = f"{sys.executable} {ROOT}/tests/stress/run.py {on} --json {out}"
-    add("tests", "stress", 200, f"{stress}/stress.json --minutes {0.2 if cpu else 2}")
+    stress = f"{sys.executable} {ROOT}/tests/stress/run.py {on}"
+    add("tests", "stress", 200, f"{stress} --minutes {0.2 if cpu else 2}")
     faults = f"{TEST} {ROOT}/tests/multiprocess/test_faults.py::test_fault"
     add("tests", "faults", 200, faults, f"{required} FAULTS={2 if cpu else 12}")
     # With their defaults, in one process and, where they say so, in a process per GPU.
@@ -104,7 +104,7 @@ def steps(out: Path, devices: int, cpu: bool) -> list[tuple[str, str, int, str, 
     bench("experts", "mixture_of_experts", 110, f"mixture_of_experts {ways}")
     for name in ("dispatch", "dispatch_and_combine"):
         bench("experts", name, 110, f"{name}_128,{name}_4096 --ways ours,lax,none")
-    chains = f"{stress}/permutes.json --minutes {0.2 if cpu else 1.5} --operations"
+    chains = f"{stress} --minutes {0.2 if cpu else 1.5} --operations"
     add("permutes", "random_permutes", 150, f"{chains} ppermute,pmax,pmin")
     for name in ("decode", "tensor_parallel", "sequence_parallel", "fsdp", "data_parallel"):
         bench("auto", f"auto_{name}", 150, f"auto_{name}")

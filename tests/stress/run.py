@@ -1,12 +1,14 @@
-"""Runs random programs, and shows their progress."""
+"""Runs random programs, and compares every result with jax.lax or with sums in rank order.
+
+Starts one process with all devices and then a process per device. Exits with 1 if a value was wrong
+or a rank failed.
+"""
 
 import argparse
-import json
 import os
 import random
 import signal
 import sys
-import textwrap
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -21,17 +23,6 @@ from jax_intranode._src.command_line.launcher import runs
 from jax_intranode._src.command_line.options import Failed, WrongInput
 from stress import calls, chains
 
-DESCRIPTION = (
-    "Runs random programs and compares every result with jax.lax, or with sums in rank order where "
-    "bits are promised. Starts one process with all devices and then a process per device. Exits "
-    "with 1 if a value was wrong or a rank failed."
-)
-EXAMPLES = """\
-python tests/stress/run.py                               one minute, half of it in each mode
-python tests/stress/run.py --minutes 30 --json counts.json
-python tests/stress/run.py --platform cpu --devices 8 --mode single-process
-python tests/stress/run.py --seed 7 --program 123        that program only"""
-
 # How often a line of progress is printed.
 _LINES_S = 30
 # What starting, compiling and comparing may take beyond the time that was asked for.
@@ -39,12 +30,7 @@ _SLACK_S = 600
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = options.Parser(
-        prog="python tests/stress/run.py",
-        description=textwrap.fill(DESCRIPTION, 80),
-        epilog="examples:\n" + textwrap.indent(EXAMPLES, "  "),
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = options.Parser(prog="python tests/stress/run.py", description=__doc__)
     add = parser.add_argument
     minutes = options.positive_number()
     add("--minutes", type=minutes, default=1, help="how long to run, in all (default 1)")
@@ -56,7 +42,6 @@ def _parser() -> argparse.ArgumentParser:
     add("--devices", type=int, help="number of devices (default all GPUs, or 4 CPU devices)")
     options.add_platform(parser)
     options.add_mode(parser)
-    add("--json", type=options.new_file, metavar="FILE", help="write the counts to FILE")
     return parser
 
 
@@ -74,23 +59,16 @@ def run(arguments: argparse.Namespace) -> int:
         if arguments.mode not in ("both", runs.PROCESS_PER_DEVICE):
             raise WrongInput(f"--mode {arguments.mode}: this needs 2 GPUs, and there is 1 here")
         modes = (runs.PROCESS_PER_DEVICE,)
-    seconds = arguments.minutes * 60 / len(modes)
     print(f"# random programs on {devices} x {platform}, --seed {seed}", flush=True)
-    results = []
-    for mode in modes:
-        what = {
-            "seed": seed,
-            "seconds": seconds,
-            "program": arguments.program,
-            "operations": arguments.operations,
-        }
-        results.append({"mode": mode, **_run(runs.Devices(platform, devices, mode), what)})
-    if arguments.json is not None:
-        header = {"seed": seed, "platform": platform, "devices": devices}
-        arguments.json.write_text(json.dumps({**header, "modes": results}, indent=2) + "\n")
-    wrong = any(result["wrong"] or result["error"] for result in results)
-    print(f"# {'FAILED' if wrong else 'OK'}", flush=True)
-    return 1 if wrong else 0
+    what = {
+        "seed": seed,
+        "seconds": arguments.minutes * 60 / len(modes),
+        "program": arguments.program,
+        "operations": arguments.operations,
+    }
+    right = [_run(runs.Devices(platform, devices, mode), what) for mode in modes]
+    print(f"# {'OK' if all(right) else 'FAILED'}", flush=True)
+    return 0 if all(right) else 1
 
 
 def _platform_and_devices(arguments: argparse.Namespace) -> tuple[str, int]:
@@ -100,29 +78,28 @@ def _platform_and_devices(arguments: argparse.Namespace) -> tuple[str, int]:
     return platform, 4 if platform == "cpu" and arguments.devices is None else devices
 
 
-def _run(job: runs.Devices, what: dict[str, Any]) -> dict[str, Any]:
-    """Runs a mode with these arguments of chains.run, and shows its progress now and then.
-
-    Returns:
-        The last counts, and as "error" what a rank has printed.
-    """
+def _run(job: runs.Devices, what: dict[str, Any]) -> bool:
+    """Runs a mode with these arguments of chains.run, and shows its progress now and then."""
     heard: dict[str, Any] = {"begun": "no program yet", "counts": chains.no_counts()}
-    shown, error = time.monotonic(), None
+    shown = time.monotonic()
+
+    def show() -> None:
+        text = "{programs} programs, {runs} runs, {operations} operations in our kernels, "
+        text += "{elements:.3g} elements compared, {wrong} wrong"
+        print(f"{job.mode}: {text.format(**heard['counts'])}", flush=True)
 
     def hear(message: dict[str, Any]) -> None:
         nonlocal shown
         heard.update(message)
         if time.monotonic() - shown > _LINES_S:
             shown = time.monotonic()
-            print(f"{job.mode}: {_text(heard['counts'])}", flush=True)
+            show()
 
-    def again(program: int) -> str:
+    def show_command(program: int) -> None:
         number = program if what["program"] is None else what["program"]
         text = f"  again: python tests/stress/run.py --platform {job.platform} --devices {job.size}"
         text += f" --mode {job.mode} --seed {what['seed']} --program {number}"
-        return text + (
-            f" --operations {','.join(what['operations'])}" if what["operations"] else ""
-        )
+        print(text, *(["--operations", ",".join(what["operations"])] if what["operations"] else []))
 
     variables = {
         **stress.importable(),
@@ -132,29 +109,20 @@ def _run(job: runs.Devices, what: dict[str, Any]) -> dict[str, Any]:
         "XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} --xla_allow_excess_precision=false",
     }
     limit_s = what["seconds"] + _SLACK_S
+    right = True
     try:
         runs.run_function(
             "stress.chains:run", what, job, timeout_s=limit_s, variables=variables, hear=hear
         )
     except runs.RankError as failed:
-        error = str(failed)
-    counts = heard["counts"]
-    print(f"{job.mode}: {_text(counts)}", flush=True)
-    for failure in counts["failures"]:
+        right = False
+        print(f"A RANK FAILED in {heard['begun']}\n{failed}")
+        show_command(heard["counts"]["programs"])
+    for failure in heard["counts"]["failures"]:
         print(f"WRONG: {failure['wrong']} elements of {failure['text']}")
-        print(again(failure["program"]), flush=True)
-    if error is not None:
-        print(
-            f"A RANK FAILED in {heard['begun']}\n{again(counts['programs'])}\n{error}", flush=True
-        )
-    return {**counts, "error": error}
-
-
-def _text(counts: dict[str, Any]) -> str:
-    return (
-        f"{counts['programs']} programs, {counts['runs']} runs, {counts['operations']} operations "
-        f"in our kernels, {counts['elements']:.3g} elements compared, {counts['wrong']} wrong"
-    )
+        show_command(failure["program"])
+    show()
+    return right and not heard["counts"]["wrong"]
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -33,8 +33,7 @@ def _runs(row: contract.Row) -> bool:
     """Transformations, layers, and whatever needs four devices."""
     modules = ("contract.control_flow", "contract.differentiation", "contract.layers")
     transforms = row.run.__module__ in modules
-    accelerated = row.how in (contract.ACCELERATED, contract.PARTLY, contract.DERIVED)
-    return accelerated and (transforms or row.devices == 4)
+    return row.ours and (transforms or row.devices == 4)
 
 
 CASES = {

@@ -19,17 +19,15 @@ TABLE = Path(__file__).resolve().parent.parent / "docs" / "contract.md"
 # The quick tier leaves them out: those with a process each, what gradients and eager calls do, too,
 # dtypes whose values the case "special_values" compares, and what lax runs.
 FULL = (
-    *("persistent-cache", "serialized-executable", "serialized-executable-after-initialize"),
-    *("jvp", "linearize", "jacobians", "parts-of-exotic-dtypes", "disabled-jit", "large-arrays"),
-    *("parts-of-every-dtype", "permutes-of-every-dtype", "extremes-of-every-dtype"),
+    *("persistent-cache", "serialized-executable", "tangents", "jacobians", "every-dtype"),
+    *("parts-of-exotic-dtypes", "large-arrays"),
 )
-
 
 # The quick tier runs each row with check_vma=True, and these also without: gradients, types and
 # batches depend on it. Most other tests have check_vma=False.
 BOTH = (
     *("grad-through-one-psum", "transposes", "replicated", "types-of-results", "vmap-outside"),
-    *("checkpoint", "partly-varying"),
+    "partly-varying",
 )
 
 

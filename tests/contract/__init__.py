@@ -5,9 +5,9 @@ some also run in a process per device.
 """
 
 from contract import axes, control_flow, differentiation, layers, operands, programs, rows, sharding
-from contract.rows import ACCELERATED, DERIVED, PARTLY, Row, check
+from contract.rows import Row, check
 
-__all__ = ["ACCELERATED", "DERIVED", "PARTLY", "ROWS", "SUBJECTS", "Row", "check"]
+__all__ = ["ROWS", "SUBJECTS", "Row", "check"]
 
 # The tables of docs/contract.md.
 SUBJECTS = {

@@ -8,27 +8,14 @@ from jax import lax
 from jax.experimental import checkify
 from jax.sharding import PartitionSpec as P
 
+from contract import rows
 from contract.differentiation import arguments, loss, over_both
-from contract.rows import (
-    ACCELERATED,
-    DERIVED,
-    PROGRAMS,
-    each,
-    inside,
-    on_line,
-    raised,
-    row,
-    run,
-    shmap,
-    small,
-    square,
-    under_both,
-)
+from contract.rows import PROGRAMS, How, each, inside, on_line, raised, row, run, shmap, small
 
 # Control flow.
 
 
-@row("nested `jit`, inlined and not", ACCELERATED)
+@row("nested `jit`, inlined and not", How.ACCELERATED)
 def nested_jit(lib: Any) -> Any:
     def body(v: Any) -> Any:
         def inner(u: Any) -> Any:
@@ -39,60 +26,41 @@ def nested_jit(lib: Any) -> Any:
     return inside(body)
 
 
-@row("eager, without `jit`", ACCELERATED)
-def eager(lib: Any) -> Any:
+@row("eager, without `jit`, and under `disable_jit`", How.ACCELERATED)
+def eager(lib: Any, check: bool) -> Any:
     def body(v: Any) -> Any:
         return each(lib, v), lib.psum({"a": v[:1], "b": 1.0}, "x")["a"]
 
-    return under_both(lambda c: shmap(body, None, P("x"), P("x"), c)(on_line(small(8, 3))))
-
-
-@row("`disable_jit`", ACCELERATED)
-def disabled_jit(lib: Any) -> Any:
-    def body(v: Any) -> Any:
-        return each(lib, v * 2)
-
-    value = on_line(small(8, 3))
+    f, value = shmap(body, None, P("x"), P("x"), check), on_line(small(8, 3))
     with jax.disable_jit():
-        return under_both(lambda c: shmap(body, None, P("x"), P("x"), c)(value))
+        disabled = f(value)
+    return f(value), disabled
 
 
-@row("`while_loop`, in its body and in its condition", ACCELERATED)
-def while_loop(lib: Any) -> Any:
+@row("`while_loop`, in its body and in its condition; `scan`, `fori_loop`, `map`", How.ACCELERATED)
+def loops(lib: Any) -> Any:
+    def both(v: Any) -> Any:
+        half = lib.psum_scatter(v, "x", tiled=True)
+        whole = lib.all_gather(half, "x", tiled=True)
+        return lib.all_to_all(whole, "x", 0, 0, tiled=True) - lib.pmean(v, "x")
+
     def body(v: Any, w: Any) -> Any:
         def step(carry: Any) -> Any:
-            k, value = carry
-            return k + 1, both(lib, value) + lib.psum(v * w, "x")
+            return carry[0] + 1, both(carry[1]) + lib.psum(v * w, "x")
 
         def go_on(carry: Any) -> Any:
             return lib.psum(carry[0] * jnp.int32(v[0, 0] * 0 + 1), "x") < 6
 
-        return lax.while_loop(go_on, step, (0, v))[1]
-
-    return inside(body, small(8, 3), small(4, 3, seed=1), in_specs=(P("x"), P()))
-
-
-def both(lib: Any, v: Any) -> Any:
-    """A step of a loop: a value made from a psum_scatter, an all_gather and a pmean."""
-    half = lib.psum_scatter(v, "x", tiled=True)
-    whole = lib.all_gather(half, "x", tiled=True)
-    return lib.all_to_all(whole, "x", 0, 0, tiled=True) - lib.pmean(v, "x")
-
-
-@row("`scan`, `fori_loop`, `map`", ACCELERATED)
-def loops(lib: Any) -> Any:
-    def body(v: Any, w: Any) -> Any:
-        scanned = lax.scan(
-            lambda c, k: (both(lib, c), lib.psum(v * k, "x")), v + w, jnp.arange(3.0)
-        )
+        of_while = lax.while_loop(go_on, step, (0, v))[1]
+        scanned = lax.scan(lambda c, k: (both(c), lib.psum(v * k, "x")), v + w, jnp.arange(3.0))
         looped = lax.fori_loop(0, 2, lambda k, c: c + lib.psum(v * k, "x"), w)
         each_row = lax.map(lambda u: each(lib, u), v.T)
-        return scanned[0], scanned[1].sum(0), looped, each_row
+        return of_while, scanned[0], scanned[1].sum(0), looped, each_row
 
     return inside(body, small(8, 4, top=2), small(4, 4, seed=1), in_specs=(P("x"), P()))
 
 
-@row("`cond` and `switch` whose index is only known at run time", ACCELERATED)
+@row("`cond` and `switch` whose index is only known at run time", How.ACCELERATED)
 def cond(lib: Any) -> Any:
     def body(v: Any, w: Any) -> Any:
         total = lib.psum(v, "x")
@@ -107,7 +75,7 @@ def cond(lib: Any) -> Any:
     return inside(body, small(8, 3), small(4, 3, seed=1), in_specs=(P("x"), P()))
 
 
-@row("`cond` that runs repeatedly: XLA captures it into a conditional graph node", ACCELERATED)
+@row("`cond` that runs repeatedly: XLA captures it into a conditional graph node", How.ACCELERATED)
 def cond_replayed(lib: Any) -> Any:
     def body(v: Any, w: Any) -> Any:
         def step(k: Any, carry: Any) -> Any:
@@ -129,10 +97,13 @@ def cond_replayed(lib: Any) -> Any:
 # Batching.
 
 
-@row("`vmap` inside shard_map: any axis, some operands, some leaves, nested", ACCELERATED)
+@row(
+    "`vmap` inside shard_map: any axis, some operands, some leaves, nested; of `cond`",
+    How.ACCELERATED,
+)
 def vmap_inside(lib: Any) -> Any:
     def body(v: Any, w: Any) -> Any:
-        rows = jax.vmap(lambda r: lib.psum(r, "x"))(v)
+        of_rows = jax.vmap(lambda r: lib.psum(r, "x"))(v)
         columns = jax.vmap(lambda c: lib.psum(c, "x"), in_axes=1, out_axes=1)(v)
         some = jax.vmap(lambda r, s: each(lib, (r, s, r * s)), in_axes=(1, None))(v, w[:, 0])
         mixed = jax.vmap(lambda r, s: lib.psum({"r": r, "s": s}, "x"), in_axes=(0, 1))(v, w.T)
@@ -140,12 +111,17 @@ def vmap_inside(lib: Any) -> Any:
         nested = jax.vmap(jax.vmap(lambda e: lib.all_gather(e, "x")))(v)
         unbatched = jax.vmap(lambda r: each(lib, w))(v)
         again = lib.psum(jax.vmap(lambda r: lib.psum(w, "x") + r)(v), "x")
-        return rows, columns, some, mixed, pairs, nested, unbatched, again
+
+        def of_cond(r: Any) -> Any:  # with a batched predicate
+            return lax.cond(r.sum() > 3, lambda: each(lib, v), lambda: each(lib, v * 2)), r
+
+        chosen = jax.tree.map(lambda r: r[None], jax.vmap(of_cond)(w))
+        return of_rows, columns, some, mixed, pairs, nested, unbatched, again, chosen
 
     return inside(body, *arguments(), in_specs=(P("x"), P()))
 
 
-@row("`vmap` over each dimension, for each dimension scattered or gathered", ACCELERATED)
+@row("`vmap` over each dimension, for each dimension scattered or gathered", How.ACCELERATED)
 def vmap_of_parts(lib: Any) -> Any:
     def body(v: Any) -> Any:
         results = []
@@ -168,95 +144,69 @@ def vmap_of_parts(lib: Any) -> Any:
     return inside(lambda v: [r[None] for r in body(v)], small(4, 4))
 
 
-@row("`vmap` of shard_map, with and without `spmd_axis_name`", ACCELERATED, devices=4)
-def vmap_outside(lib: Any) -> Any:
-    def under(check: bool) -> Any:
-        f = shmap(lambda v: each(lib, v), square(), P("x"), P("x"), check)
-        batch = small(2, 8, 3)
-        return run(jax.vmap(f), batch), run(jax.vmap(f, spmd_axis_name="y"), batch)
-
-    return under_both(under)
+@row("`vmap` of shard_map, with and without `spmd_axis_name`", How.ACCELERATED, devices=4)
+def vmap_outside(lib: Any, check: bool) -> Any:
+    f = shmap(lambda v: each(lib, v), rows.square(), P("x"), P("x"), check)
+    batch = small(2, 8, 3)
+    return run(jax.vmap(f), batch), run(jax.vmap(f, spmd_axis_name="y"), batch)
 
 
-@row("`vmap` of `grad`, `grad` of `vmap`, per-example gradients, `cond` under `vmap`", DERIVED)
-def vmap_of_grad(lib: Any) -> Any:
-    def under(check: bool) -> Any:
-        f = loss(over_both(lib, check))
-        v, w = arguments()
-        batch = jnp.stack([w, 2 * w])
-        outside = jax.vmap(jax.grad(f, argnums=(0, 1)), in_axes=(None, 0))
+@row("`vmap` of `grad`, `grad` of `vmap`, per-example gradients, `cond` under `vmap`", How.DERIVED)
+def vmap_of_grad(lib: Any, check: bool) -> Any:
+    f = loss(over_both(lib, check))
+    v, w = arguments()
+    batch = jnp.stack([w, 2 * w])
+    outside = jax.vmap(jax.grad(f, argnums=(0, 1)), in_axes=(None, 0))
 
-        def summed(v: Any, ws: Any) -> Any:
-            return jax.vmap(f, in_axes=(None, 0))(v, ws).sum()
+    def summed(v: Any, ws: Any) -> Any:
+        return jax.vmap(f, in_axes=(None, 0))(v, ws).sum()
 
-        def per_example(v: Any, w: Any) -> Any:
-            return jax.vmap(jax.grad(lambda r: (lib.psum(r * w[0], "x") ** 2).sum()))(v)
+    def per_example(v: Any, w: Any) -> Any:
+        return jax.vmap(jax.grad(lambda r: (lib.psum(r * w[0], "x") ** 2).sum()))(v)
 
-        gradient = jax.grad(summed, argnums=(0, 1))
-        return (
-            run(outside, v, batch),
-            run(gradient, v, batch),
-            run(over_both(lib, check, per_example), v, w),
-        )
-
-    return under_both(under)
+    gradient = jax.grad(summed, argnums=(0, 1))
+    return (
+        run(outside, v, batch),
+        run(gradient, v, batch),
+        run(over_both(lib, check, per_example), v, w),
+    )
 
 
-@row("`cond` under `vmap`, with a batched predicate", ACCELERATED)
-def vmap_of_cond(lib: Any) -> Any:
-    def body(v: Any, w: Any) -> Any:
-        def one(r: Any) -> Any:
-            return lax.cond(r.sum() > 3, lambda: each(lib, v), lambda: each(lib, v * 2)), r
-
-        return jax.tree.map(lambda r: r[None], jax.vmap(one)(w))
-
-    return inside(body, *arguments(), in_specs=(P("x"), P()))
-
-
-@row("`checkify`", ACCELERATED)
-def checkified(lib: Any) -> Any:
+@row("`checkify`", How.ACCELERATED)
+def checkified(lib: Any, check: bool) -> Any:
     def body(v: Any) -> Any:
         error, result = checkify.checkify(lambda u: each(lib, u))(v)
         del error
         return result
 
-    def under(check: bool) -> Any:
-        return raised(lambda: run(shmap(body, None, P("x"), P("x"), check), small(8, 3)))
-
-    return under_both(under)
+    return raised(lambda: run(shmap(body, None, P("x"), P("x"), check), small(8, 3)))
 
 
 # Memory.
 
 
-@row("donated arguments: aliased and deleted as with lax", ACCELERATED)
-def donation(lib: Any) -> Any:
-    def under(check: bool) -> Any:
-        def body(v: Any, w: Any) -> Any:
-            results = each(lib, v)
-            return results, results["psum"] + 0 * v, w + lib.psum(w, "x")
+@row("donated arguments: aliased and deleted as with lax", How.ACCELERATED)
+def donation(lib: Any, check: bool) -> Any:
+    def body(v: Any, w: Any) -> Any:
+        results = each(lib, v)
+        return results, results["psum"] + 0 * v, w + lib.psum(w, "x")
 
-        f = jax.jit(shmap(body, None, (P("x"), P("x")), P("x"), check), donate_argnums=(0, 1))
-        operands = [on_line(small(8, 3, seed=k)) for k in range(2)]
-        program = f.lower(*operands).compile()
-        PROGRAMS.append(program.as_text())
-        aliased = program.memory_analysis().alias_size_in_bytes
-        results = f(*operands)
-        return results, [operand.is_deleted() for operand in operands], aliased
-
-    return under_both(under)
+    f = jax.jit(shmap(body, None, (P("x"), P("x")), P("x"), check), donate_argnums=(0, 1))
+    operands = [on_line(small(8, 3, seed=k)) for k in range(2)]
+    program = f.lower(*operands).compile()
+    PROGRAMS.append(program.as_text())
+    aliased = program.memory_analysis().alias_size_in_bytes
+    results = f(*operands)
+    return results, [operand.is_deleted() for operand in operands], aliased
 
 
-@row("one array as several operands, used after, returned twice", ACCELERATED)
-def aliasing(lib: Any) -> Any:
-    def under(check: bool) -> Any:
-        def body(v: Any) -> Any:
-            results = each(lib, (v, v, v * 2))
-            total = lib.psum(v, "x")
-            again = each(lib, results["psum"]), lib.psum((v, v, v.T), "x")
-            return results, total, total, again, v * 3, v
+@row("one array as several operands, used after, returned twice", How.ACCELERATED)
+def aliasing(lib: Any, check: bool) -> Any:
+    def body(v: Any) -> Any:
+        results = each(lib, (v, v, v * 2))
+        total = lib.psum(v, "x")
+        again = each(lib, results["psum"]), lib.psum((v, v, v.T), "x")
+        return results, total, total, again, v * 3, v
 
-        value = on_line(small(8, 3))
-        return run(shmap(body, None, P("x"), P("x"), check), value), value
-
-    return under_both(under)
+    value = on_line(small(8, 3))
+    return run(shmap(body, None, P("x"), P("x"), check), value), value

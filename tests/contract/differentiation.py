@@ -13,23 +13,8 @@ import numpy as np
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from contract.rows import (
-    ACCELERATED,
-    AS_LAX,
-    DERIVED,
-    ERROR,
-    EXTREMES,
-    REPLICATED,
-    each,
-    inside,
-    kind,
-    raised,
-    row,
-    run,
-    shmap,
-    small,
-    under_both,
-)
+from contract import rows
+from contract.rows import EXTREMES, How, each, inside, kind, row, run, shmap, small, under_both
 
 # Layers of all operations, whose results vary.
 
@@ -98,7 +83,7 @@ def differentiated_inside(lib: Any, transform: Callable[[Any], Any]) -> Any:
 # Functions of psum alone, whose result is replicated.
 
 
-def smap_2(body: Any, check_vma: bool, out_specs: Any = REPLICATED) -> Any:
+def smap_2(body: Any, check_vma: bool, out_specs: Any = rows.REPLICATED) -> Any:
     """shard_map of a function of a varying and a replicated operand."""
     return shmap(body, in_specs=(P("x"), P()), out_specs=out_specs, check_vma=check_vma)
 
@@ -118,47 +103,42 @@ def loss(f: Any) -> Any:
 # Gradients.
 
 
-@row("`grad` and `value_and_grad` outside shard_map, operands varying and replicated", DERIVED)
+@row(
+    "`grad` and `value_and_grad` outside, of operands that vary, are replicated, both", How.DERIVED
+)
 def grad_outside(lib: Any) -> Any:
     def transform(f: Any) -> Any:
         return jax.value_and_grad(loss(f), argnums=(0, 1))
 
-    return differentiated(lib, transform), differentiated_sums(lib, transform)
+    some = [differentiated_sums(lib, lambda f, k=k: jax.grad(loss(f), argnums=k)) for k in (0, 1)]
+    return differentiated(lib, transform), differentiated_sums(lib, transform), some
 
 
-@row("`grad` inside shard_map, operands varying and replicated: types and values", DERIVED)
+@row("`grad` inside shard_map, operands varying and replicated: types and values", How.DERIVED)
 def grad_inside(lib: Any) -> Any:
     return differentiated_inside(lib, lambda f: jax.grad(loss(f), argnums=(0, 1)))
 
 
-@row("gradients with respect to a varying operand only, to a replicated one only", DERIVED)
-def grad_of_one_operand(lib: Any) -> Any:
-    return [differentiated_sums(lib, lambda f, k=k: jax.grad(loss(f), argnums=k)) for k in (0, 1)]
+@row("gradients through one psum, inside shard_map: their types and values", How.DERIVED)
+def grad_through_one_psum(lib: Any, check: bool) -> Any:
+    seen = []
+
+    def body(v: Any, w: Any) -> Any:
+        for_v = jax.grad(lambda u: (lib.psum(u, "x") ** 2).sum())(v)
+        for_w = jax.grad(lambda u: (lib.psum(u, "x") ** 2).sum())(w)
+        for_both = jax.grad(lambda u: (lib.psum(u * v, "x") ** 2).sum())(w)
+        results = for_v, for_w, for_both
+        seen.append([kind(value) for value in results])
+        return tuple(
+            lax.all_gather(value, "x", tiled=True) if not check else value + 0 * v
+            for value in results
+        )
+
+    return run(smap_2(body, check, P("x") if check else P()), *operands()), seen
 
 
-@row("gradients through one psum, inside shard_map: their types and values", DERIVED)
-def grad_through_one_psum(lib: Any) -> Any:
-    def under(check: bool) -> Any:
-        seen = []
-
-        def body(v: Any, w: Any) -> Any:
-            for_v = jax.grad(lambda u: (lib.psum(u, "x") ** 2).sum())(v)
-            for_w = jax.grad(lambda u: (lib.psum(u, "x") ** 2).sum())(w)
-            for_both = jax.grad(lambda u: (lib.psum(u * v, "x") ** 2).sum())(w)
-            results = for_v, for_w, for_both
-            seen.append([kind(value) for value in results])
-            return tuple(
-                lax.all_gather(value, "x", tiled=True) if not check else value + 0 * v
-                for value in results
-            )
-
-        return run(smap_2(body, check, P("x") if check else P()), *operands()), seen
-
-    return under_both(under)
-
-
-@row("leaves that are not differentiated, not used, stopped, or integers", DERIVED)
-def grad_of_some_leaves(lib: Any) -> Any:
+@row("leaves that are not differentiated, not used, stopped, or integers", How.DERIVED)
+def grad_of_some_leaves(lib: Any, check: bool) -> Any:
     def f(v: Any, w: Any) -> Any:
         tree = v, v * w, lax.stop_gradient(v), (v > 1).astype(jnp.int32)
         total = 0.0
@@ -167,31 +147,25 @@ def grad_of_some_leaves(lib: Any) -> Any:
             total += (used * stopped + integer).sum() * len(name)
         return total[None]
 
-    def under(check: bool) -> Any:
-        g = over_both(lib, check, f)
-        gradient = run(jax.grad(lambda v, w: g(v, w).sum(), argnums=(0, 1)), *arguments())
-        tangent = run(lambda v, w: jax.jvp(lambda u: g(u, w), (v,), (v,)), *arguments())
-        return gradient, tangent
-
-    return under_both(under)
+    g = over_both(lib, check, f)
+    gradient = run(jax.grad(lambda v, w: g(v, w).sum(), argnums=(0, 1)), *arguments())
+    tangent = run(lambda v, w: jax.jvp(lambda u: g(u, w), (v,), (v,)), *arguments())
+    return gradient, tangent
 
 
-@row("gradients with respect to integers (`allow_int`)", DERIVED)
-def grad_of_integers(lib: Any) -> Any:
+@row("gradients with respect to integers (`allow_int`)", How.DERIVED)
+def grad_of_integers(lib: Any, check: bool) -> Any:
     def f(v: Any, n: Any) -> Any:
         return (lib.psum(v, "x") * lib.psum(n, "x")).sum()
 
-    def under(check: bool) -> Any:
-        mapped = smap_2(f, check)
-        for_v, for_n = jax.grad(mapped, argnums=(0, 1), allow_int=True)(
-            small(4, 3), small(2, 3, dtype=np.int32)
-        )
-        return for_v, kind(for_n)
-
-    return under_both(under)
+    mapped = smap_2(f, check)
+    for_v, for_n = jax.grad(mapped, argnums=(0, 1), allow_int=True)(
+        small(4, 3), small(2, 3, dtype=np.int32)
+    )
+    return for_v, kind(for_n)
 
 
-@row("gradients in bfloat16 and in complex64", AS_LAX)
+@row("gradients in bfloat16 and in complex64", How.AS_LAX)
 def grad_of_parts_of_other_types(lib: Any) -> Any:
     def total(v: Any, w: Any) -> Any:
         results = each(lib, v * w, without=EXTREMES)
@@ -206,55 +180,53 @@ def grad_of_parts_of_other_types(lib: Any) -> Any:
 # Tangents.
 
 
-@row("`jvp`, outside and inside shard_map", ACCELERATED)
-def jvp(lib: Any) -> Any:
-    def transform(f: Any) -> Any:
+@row("`jvp` and `linearize`, outside and inside shard_map", How.ACCELERATED)
+def tangents(lib: Any) -> Any:
+    def along(f: Any) -> Any:
         return lambda v, w: jax.jvp(f, (v, w), (v * 2, w))
 
-    return differentiated(lib, transform), differentiated_inside(lib, transform)
-
-
-@row("`linearize`, outside and inside shard_map", ACCELERATED)
-def linearize(lib: Any) -> Any:
-    def transform(f: Any) -> Any:
+    def linearized(f: Any) -> Any:
         def both(v: Any, w: Any) -> Any:
             value, push = jax.linearize(f, v, w)
             return value, push(v, w), push(2 * v, 0 * w)
 
         return both
 
-    return differentiated(lib, transform), differentiated_inside(lib, transform)
+    return [
+        how(lib, transform)
+        for transform in (along, linearized)
+        for how in (differentiated, differentiated_inside)
+    ]
 
 
-@row("`jvp` of `grad`, `grad` of `jvp`, `grad` of `grad`, `jacfwd`, `jacrev`, `hessian`", DERIVED)
-def jacobians(lib: Any) -> Any:
+@row(
+    "`jvp` of `grad`, `grad` of `jvp`, `grad` of `grad`, `jacfwd`, `jacrev`, `hessian`", How.DERIVED
+)
+def jacobians(lib: Any, check: bool) -> Any:
     def f(v: Any, w: Any) -> Any:
         half = lib.psum_scatter(v * v * w, "x", tiled=True)[0, :1]
         return half * lib.pmean(v, "x")[0, 1:] + (lib.psum(v * v, "x") * lib.psum(w, "x"))[0, 1:]
 
-    def under(check: bool) -> Any:
-        g = over_both(lib, check, f)
-        total = loss(g)
+    g = over_both(lib, check, f)
+    total = loss(g)
 
-        def forward_over_reverse(v: Any, w: Any) -> Any:
-            return jax.jvp(jax.grad(total, argnums=(0, 1)), (v, w), (v, w))
+    def forward_over_reverse(v: Any, w: Any) -> Any:
+        return jax.jvp(jax.grad(total, argnums=(0, 1)), (v, w), (v, w))
 
-        def reverse_over_forward(v: Any, w: Any) -> Any:
-            forward = lambda v, w: jax.jvp(total, (v, w), (v, w))[1]  # noqa: E731
-            return jax.grad(forward, argnums=(0, 1))(v, w)
+    def reverse_over_forward(v: Any, w: Any) -> Any:
+        forward = lambda v, w: jax.jvp(total, (v, w), (v, w))[1]  # noqa: E731
+        return jax.grad(forward, argnums=(0, 1))(v, w)
 
-        twice = jax.grad(lambda v, w: (jax.grad(total)(v, w) ** 2).sum())
-        jacobians = jax.jacrev(g), jax.jacfwd(g, argnums=1), jax.hessian(total)
-        transformed = forward_over_reverse, reverse_over_forward, twice, *jacobians
-        return [run(t, small(8, 3, top=2), small(4, 3, top=2)) for t in transformed]
-
-    return under_both(under)
+    twice = jax.grad(lambda v, w: (jax.grad(total)(v, w) ** 2).sum())
+    jacobians = jax.jacrev(g), jax.jacfwd(g, argnums=1), jax.hessian(total)
+    transformed = forward_over_reverse, reverse_over_forward, twice, *jacobians
+    return [run(t, small(8, 3, top=2), small(4, 3, top=2)) for t in transformed]
 
 
 # Transposes.
 
 
-@row("`vjp` and `linear_transpose` of each, on each dimension", DERIVED)
+@row("`vjp` and `linear_transpose` of each, on each dimension", How.DERIVED)
 def transposes(lib: Any) -> Any:
     def f(v: Any) -> Any:
         return (
@@ -294,114 +266,93 @@ def transposes(lib: Any) -> Any:
     return inside(body, small(4, 2)), of_constants, under_both(outside)
 
 
-@row("`pmax` and `pmin` have no derivative", ERROR)
-def derivatives_of_extremes(lib: Any) -> Any:
-    def under(check: bool) -> Any:
-        def refused(f: Any, transform: Any) -> Any:
-            mapped = shmap(transform(lambda v: f({"a": v * v}, "x")["a"].sum()), check_vma=check)
-            return raised(lambda: run(mapped, small(4, 3)))
+@row("`pmax` and `pmin` have no derivative", How.ERROR)
+def derivatives_of_extremes(lib: Any, check: bool) -> Any:
+    def refused(f: Any, transform: Any) -> Any:
+        mapped = shmap(transform(lambda v: f({"a": v * v}, "x")["a"].sum()), check_vma=check)
+        return rows.raised(lambda: run(mapped, small(4, 3)))
 
-        transforms = jax.grad, lambda g: lambda v: jax.jvp(g, (v,), (v,))[1]
-        return [refused(f, t) for f in (lib.pmax, lib.pmin) for t in transforms]
-
-    return under_both(under)
+    transforms = jax.grad, lambda g: lambda v: jax.jvp(g, (v,), (v,))[1]
+    return [refused(f, t) for f in (lib.pmax, lib.pmin) for t in transforms]
 
 
-@row("`pmax` and `pmin` of what is not differentiated", DERIVED)
-def extremes_in_gradients(lib: Any) -> Any:
+@row("`pmax` and `pmin` of what is not differentiated", How.DERIVED)
+def extremes_in_gradients(lib: Any, check: bool) -> Any:
     def f(v: Any, w: Any) -> Any:
         scale = lib.pmax(lax.stop_gradient(v * w), "x") + lib.pmin(jnp.ones((4, 3)), "x")
         return v * v * scale * w
 
-    return under_both(
-        lambda check: run(jax.grad(loss(over_both(lib, check, f)), argnums=(0, 1)), *arguments())
-    )
+    return run(jax.grad(loss(over_both(lib, check, f)), argnums=(0, 1)), *arguments())
 
 
-@row("`custom_vjp` around it, and psum in its backward pass", DERIVED)
-def custom_vjp(lib: Any) -> Any:
-    def under(check: bool) -> Any:
-        @jax.custom_vjp
-        def f(v: Any) -> Any:
-            return lib.psum(v * v, "x")
+@row("`custom_vjp` around it, and psum in its backward pass", How.DERIVED)
+def custom_vjp(lib: Any, check: bool) -> Any:
+    @jax.custom_vjp
+    def f(v: Any) -> Any:
+        return lib.psum(v * v, "x")
 
-        def forward(v: Any) -> Any:
-            return lib.psum(v * v, "x"), v
+    def forward(v: Any) -> Any:
+        return lib.psum(v * v, "x"), v
 
-        def backward(v: Any, cotangent: Any) -> Any:
-            return (v * cotangent + lib.psum(v, "x") + (0 * v),)
+    def backward(v: Any, cotangent: Any) -> Any:
+        return (v * cotangent + lib.psum(v, "x") + (0 * v),)
 
-        f.defvjp(forward, backward)
-        mapped = smap_2(lambda v, w: f(v) * w, check)
-        inside = smap_2(lambda v, w: jax.grad(lambda u: (f(u) ** 2).sum())(v), check, P("x"))
-        return run(jax.value_and_grad(loss(mapped)), *operands()), run(inside, *operands())
-
-    return under_both(under)
+    f.defvjp(forward, backward)
+    mapped = smap_2(lambda v, w: f(v) * w, check)
+    inside = smap_2(lambda v, w: jax.grad(lambda u: (f(u) ** 2).sum())(v), check, P("x"))
+    return run(jax.value_and_grad(loss(mapped)), *operands()), run(inside, *operands())
 
 
 @row(
-    "partial evaluation: one psum of a value and its tangent, or of a constant and a variable",
-    DERIVED,
+    "partial evaluation, also by `checkpoint` and its policies: one psum of a value and its "
+    "tangent, or of a constant and a variable",
+    How.DERIVED,
 )
-def partly_known(lib: Any) -> Any:
+def partly_known(lib: Any, check: bool) -> Any:
     policy = jax.checkpoint_policies
 
     def in_scan(f: Any) -> Any:
         return lambda v: lax.scan(lambda total, _: (total + f(v), None), 0 * f(v), length=2)[0]
 
-    def under(check: bool) -> Any:
-        @jax.custom_jvp
-        def f(v: Any) -> Any:
-            squares, v = lib.psum((v * v, v), "x")
-            return squares * v
+    @jax.custom_jvp
+    def f(v: Any) -> Any:
+        squares, v = lib.psum((v * v, v), "x")
+        return squares * v
 
-        @f.defjvp
-        def rule(primals: Any, tangents: Any) -> Any:
-            (v,), (t,) = primals, tangents
-            (squares, v), (of_squares, t) = lib.psum(((v * v, v), (3 * v * t, 5 * t)), "x")
-            return squares * v, of_squares * v + squares * t
+    @f.defjvp
+    def rule(primals: Any, tangents: Any) -> Any:
+        (v,), (t,) = primals, tangents
+        (squares, v), (of_squares, t) = lib.psum(((v * v, v), (3 * v * t, 5 * t)), "x")
+        return squares * v, of_squares * v + squares * t
 
-        def gradient(wrap: Callable[[Any], Any]) -> Any:
-            mapped = shmap(lambda v: wrap(f)(v) * v, out_specs=P("x"), check_vma=check)
-            return run(jax.grad(lambda v: (mapped(v) ** 2).sum()), small(4, 3))
+    def gradient(wrap: Callable[[Any], Any]) -> Any:
+        mapped = shmap(lambda v: wrap(f)(v) * v, out_specs=P("x"), check_vma=check)
+        return run(jax.grad(lambda v: (mapped(v) ** 2).sum()), small(4, 3))
 
-        def transposed(v: Any, constant: Any) -> Any:
-            def linear(u: Any) -> Any:
-                of_u, of_constant = lib.psum((u, constant), "x")
-                return of_u * of_constant
+    def transposed(v: Any, constant: Any) -> Any:
+        def linear(u: Any) -> Any:
+            of_u, of_constant = lib.psum((u, constant), "x")
+            return of_u * of_constant
 
-            return jax.linear_transpose(linear, v)(linear(v))[0]
+        return jax.linear_transpose(linear, v)(linear(v))[0]
 
-        over_x = shmap(transposed, in_specs=(P("x"), P("x")), out_specs=P("x"), check_vma=check)
-        return run(over_x, small(4, 3), small(4, 3, seed=1)), [
-            gradient(wrap)
-            for wrap in (
-                lambda f: f,
-                jax.jit,
-                in_scan,
-                jax.checkpoint,
-                lambda f: jax.checkpoint(jax.checkpoint(f)),
-                functools.partial(jax.checkpoint, policy=policy.everything_saveable),
-                functools.partial(jax.checkpoint, policy=lambda p, *_, **__: "psum" in p.name),
-            )
-        ]
-
-    return under_both(under)
-
-
-@row("`checkpoint`, and its policies", DERIVED)
-def checkpoint(lib: Any) -> Any:
-    def transform(f: Any, keep: Any) -> Any:
-        return jax.grad(loss(jax.checkpoint(f, policy=keep)), argnums=(0, 1))
-
-    return [
-        differentiated_sums(lib, lambda f, keep=keep: transform(f, keep))
-        for keep in (None, jax.checkpoint_policies.everything_saveable)
+    over_x = shmap(transposed, in_specs=(P("x"), P("x")), out_specs=P("x"), check_vma=check)
+    return run(over_x, small(4, 3), small(4, 3, seed=1)), [
+        gradient(wrap)
+        for wrap in (
+            lambda f: f,
+            jax.jit,
+            in_scan,
+            jax.checkpoint,
+            lambda f: jax.checkpoint(jax.checkpoint(f)),
+            functools.partial(jax.checkpoint, policy=policy.everything_saveable),
+            functools.partial(jax.checkpoint, policy=lambda p, *_, **__: "psum" in p.name),
+        )
     ]
 
 
-@row("gradients through nested `jit`, `scan`, `cond`, `checkpoint`", DERIVED)
-def grad_through_control_flow(lib: Any) -> Any:
+@row("gradients through nested `jit`, `scan`, `cond`, `checkpoint`", How.DERIVED)
+def grad_through_control_flow(lib: Any, check: bool) -> Any:
     def layered(v: Any, w: Any) -> Any:
         return jax.checkpoint(jax.jit(layer(lib)))(v, w)
 
@@ -419,25 +370,20 @@ def grad_through_control_flow(lib: Any) -> Any:
         total = lax.cond(flag, lambda: lib.psum(v * w, "x"), lambda: lib.psum(v, "x"))
         return lax.cond(flag, lambda: f(v * w, "x"), lambda: f(v * 2, "x")) + total[:2]
 
-    return under_both(
-        lambda check: [
-            run(jax.value_and_grad(loss(over_both(lib, check, f)), argnums=(0, 1)), *arguments())
-            for f in (layered, scanned, conditional)
-        ]
-    )
+    return [
+        run(jax.value_and_grad(loss(over_both(lib, check, f)), argnums=(0, 1)), *arguments())
+        for f in (layered, scanned, conditional)
+    ]
 
 
-@row("`jvp` through `while_loop`, and `grad` of it refused", DERIVED)
-def while_loop_differentiated(lib: Any) -> Any:
+@row("`jvp` through `while_loop`, and `grad` of it refused", How.DERIVED)
+def while_loop_differentiated(lib: Any, check: bool) -> Any:
     def body(v: Any, w: Any) -> Any:
         def step(carry: Any) -> Any:
             return carry[0] + 1, carry[1] + lib.psum(v * w, "x")
 
         return lax.while_loop(lambda carry: carry[0] < 3, step, (0, w))[1]
 
-    def under(check: bool) -> Any:
-        mapped = smap_2(body, check)
-        forward = run(lambda v, w: jax.jvp(mapped, (v, w), (v, w)), *operands())
-        return forward, raised(lambda: run(jax.grad(loss(mapped)), *operands()))
-
-    return under_both(under)
+    mapped = smap_2(body, check)
+    forward = run(lambda v, w: jax.jvp(mapped, (v, w), (v, w)), *operands())
+    return forward, rows.raised(lambda: run(jax.grad(loss(mapped)), *operands()))

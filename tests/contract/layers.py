@@ -16,19 +16,7 @@ from jax import lax
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
-from contract.rows import (
-    ACCELERATED,
-    BY_X,
-    DERIVED,
-    LAX,
-    TOGETHER,
-    row,
-    run,
-    shmap,
-    small,
-    square,
-    under_both,
-)
+from contract.rows import BY_X, TOGETHER, How, row, run, shmap, small, square, under_both
 
 # Matmuls.
 
@@ -78,7 +66,7 @@ def per_rank(tree: Any) -> Any:
     return jax.tree.map(lambda v: v[None], tree)
 
 
-@row("every axis that can be gathered or scattered; matrices of unequal widths", ACCELERATED)
+@row("every axis that can be gathered or scattered; matrices of unequal widths", How.ACCELERATED)
 def matmuls(lib: Any) -> Any:
     lib = models.functions(lib)
 
@@ -95,7 +83,7 @@ def matmuls(lib: Any) -> Any:
     return [exactly(body, small(*shape), w) for shape in shapes]
 
 
-@row("`preferred_element_type`: dtypes of results and of gradients", DERIVED)
+@row("`preferred_element_type`: dtypes of results and of gradients", How.DERIVED)
 def matmuls_of_short_dtypes(lib: Any) -> Any:
     lib = models.functions(lib)
 
@@ -122,7 +110,7 @@ def matmuls_of_short_dtypes(lib: Any) -> Any:
         return [of(*pair) for pair in pairs]
 
 
-@row("gradients, tangents and transposes of matmuls, and derivatives of higher order", DERIVED)
+@row("gradients, tangents and transposes of matmuls, and derivatives of higher order", How.DERIVED)
 def matmuls_differentiated(lib: Any) -> Any:
     def f(x: Any, w: Any) -> Any:
         return every_matmul(lib, x, w)
@@ -147,7 +135,7 @@ def matmuls_differentiated(lib: Any) -> Any:
     return exactly(transposed, *arguments()), exactly(f, *ones, transform=derivatives)
 
 
-@row("one matmul of which the value is known and the tangent is not", DERIVED)
+@row("one matmul of which the value is known and the tangent is not", How.DERIVED)
 def matmuls_partly_known(lib: Any) -> Any:
     lib = models.functions(lib)
 
@@ -170,7 +158,7 @@ def matmuls_partly_known(lib: Any) -> Any:
     return [of(wrap) for wrap in (lambda f: f, jax.checkpoint)]
 
 
-@row("`vmap` of matmuls and of their gradients: batches of x, of w, and of both", DERIVED)
+@row("`vmap` of matmuls and of their gradients: batches of x, of w, and of both", How.DERIVED)
 def matmuls_batched(lib: Any) -> Any:
     def of(dims: tuple[int | None, int | None]) -> Any:
         x, w = (
@@ -187,7 +175,7 @@ def matmuls_batched(lib: Any) -> Any:
     return [of(dims) for dims in ((1, None), (None, 2), (2, 1))]
 
 
-@row("matmuls and their gradients in `scan`, `cond`, `checkpoint` and nested `jit`", DERIVED)
+@row("matmuls and their gradients in `scan`, `cond`, `checkpoint` and nested `jit`", How.DERIVED)
 def matmuls_in_control_flow(lib: Any) -> Any:
     def layer(x: Any, weights: Any) -> Any:
         gate, up, down = weights
@@ -211,7 +199,7 @@ def matmuls_in_control_flow(lib: Any) -> Any:
     ]
 
 
-@row("matmuls over one axis of two, with weights that the ranks of the other share", DERIVED, 4)
+@row("matmuls over one axis of two, with weights that the ranks of the other share", How.DERIVED, 4)
 def matmuls_beside_another_axis(lib: Any) -> Any:
     def body(x: Any, w: Any) -> Any:
         return (
@@ -229,30 +217,23 @@ def matmuls_beside_another_axis(lib: Any) -> Any:
     )  # fmt: skip
 
 
-@row("products that vary over different axes: the types are those of `jax.lax`", LAX, 4)
-def matmuls_that_vary_over_different_axes(lib: Any) -> Any:
+@row("products that vary over different axes; operands over Explicit axes inside", How.LAX, 4)
+def matmuls_of_partly_sharded_operands(lib: Any) -> Any:
     lib = models.functions(lib)
 
-    def body(x: Any, w: Any, v: Any) -> Any:
-        return lib.all_gather_matmul(x, [w, v], "y")
+    def gradients(f: Any, *args: Any) -> Any:
+        return run(jax.value_and_grad(loss(f), range(len(args))), *args)
 
     specs, out = (P("y"), P("x"), P()), [P(("x", "y")), P("y")]
-    f = jax.value_and_grad(loss(shmap(body, square(), specs, out)), (0, 1, 2))
-    return run(f, small(4, 3), small(6, 3, seed=1), small(3, 3, seed=2))
-
-
-@row("operands of matmuls that are sharded over Explicit axes inside", LAX, devices=4)
-def matmuls_over_explicit_axes(lib: Any) -> Any:
-    lib, mesh = models.functions(lib), square(kind=AxisType.Explicit)
-    f = jax.shard_map(
-        lambda x, w: lib.matmul_all_reduce(x, w, "x"),
-        in_specs=(P("x"), P()), out_specs=P("x"), axis_names={"x"}, check_vma=False,
-    )  # fmt: skip
-    found = []
+    f = shmap(lambda x, w, v: lib.all_gather_matmul(x, [w, v], "y"), square(), specs, out)
+    found = [gradients(f, small(4, 3), small(6, 3, seed=1), small(3, 3, seed=2))]
+    mesh = square(kind=AxisType.Explicit)
+    inside = {"axis_names": {"x"}, "check_vma": False}
+    f = shmap(lambda x, w: lib.matmul_all_reduce(x, w, "x"), mesh, (P("x"), P()), P("x"), **inside)
     with jax.set_mesh(mesh):
         for spec in (P(None, "y"), P("y", None)):
             args = jax.reshard(small(8, 4), P("x", None)), jax.reshard(small(4, 4), spec)
-            found.append(run(jax.value_and_grad(loss(f), (0, 1)), *args))
+            found.append(gradients(f, *args))
     return found
 
 
@@ -286,25 +267,22 @@ def with_norms(lib: Any, transform: Callable[[Any], Any], some: Any = OF_NORMS[:
 
     By default of each norm and of each collective, but not of each pair.
     """
-    found = []
-    for norm, collective in some:
-        rows = P("x") if collective == "psum_scatter" else P()
-        specs, f = (P("x"), rows, P(), P()), of_norm(lib, norm, collective)
 
-        def under(check: bool, specs: Any = specs, rows: Any = rows, f: Any = f) -> Any:
-            mapped = transform(shmap(f, None, specs, rows, check))
-            return run(mapped, *normal((2, 4, 6), (4, 6), (6,), (6,)))
+    def of(norm: str, collective: str) -> Any:
+        spec = P("x") if collective == "psum_scatter" else P()
+        f, specs = of_norm(lib, norm, collective), (P("x"), spec, P(), P())
+        values = normal((2, 4, 6), (4, 6), (6,), (6,))
+        return under_both(lambda check: run(transform(shmap(f, None, specs, spec, check)), *values))
 
-        found.append(under_both(under))
-    return found
+    return [of(*pair) for pair in some]
 
 
-@row("norms after a sum: each of them", ACCELERATED, tolerance=1e-4)
+@row("norms after a sum: each of them", How.ACCELERATED, tolerance=1e-4)
 def norms(lib: Any) -> Any:
     return with_norms(lib, lambda f: f, OF_NORMS)
 
 
-@row("gradients, tangents and second derivatives of norms", DERIVED, tolerance=1e-4)
+@row("gradients, tangents and second derivatives of norms", How.DERIVED, tolerance=1e-4)
 def norms_differentiated(lib: Any) -> Any:
     def transform(f: Any) -> Any:
         gradient = jax.grad(loss(f), (0, 1, 2, 3))
@@ -313,7 +291,7 @@ def norms_differentiated(lib: Any) -> Any:
     return with_norms(lib, transform)
 
 
-@row("`vmap` of norms: batches of rows, and of parameters", ACCELERATED, tolerance=1e-4)
+@row("`vmap` of norms: batches of rows, and of parameters", How.ACCELERATED, tolerance=1e-4)
 def norms_batched(lib: Any) -> Any:
     def batched(dims: Any) -> Callable[[Any], Any]:
         def transform(f: Any) -> Any:
@@ -331,8 +309,8 @@ def norms_batched(lib: Any) -> Any:
     return [with_norms(lib, batched(dims)) for dims in ((0, 0, None, None), (None, None, 0, 0))]
 
 
-@row("gradients of norms in `scan` and `checkpoint`", DERIVED, tolerance=1e-3)
-def norms_in_control_flow(lib: Any) -> Any:
+@row("gradients of norms in `scan` and `checkpoint`", How.DERIVED, tolerance=1e-3)
+def norms_in_control_flow(lib: Any, check: bool) -> Any:
     call = of_norm(lib, "rms_norm", "psum")
 
     def body(x: Any, h: Any, weight: Any, bias: Any) -> Any:
@@ -345,9 +323,7 @@ def norms_in_control_flow(lib: Any) -> Any:
 
     values = normal((2, 4, 6), (4, 6), (6,), (6,))
     specs = P("x"), P(), P(), P()
-    return under_both(
-        lambda check: run(jax.grad(loss(shmap(body, None, specs, P(), check)), (0, 1, 2)), *values)
-    )
+    return run(jax.grad(loss(shmap(body, None, specs, P(), check)), (0, 1, 2)), *values)
 
 
 # Experts. Who goes where is gathered by XLA.
@@ -387,13 +363,13 @@ def derivatives(f: Any) -> Any:
 
 
 @row("`moe_dispatch` and `moe_combine`: values, gradients, tangents and second derivatives",
-     ACCELERATED, of_xla=OF_EXPERTS, tolerance=1e-4)  # fmt: skip
+     How.ACCELERATED, of_xla=OF_EXPERTS, tolerance=1e-4)  # fmt: skip
 def experts(lib: Any) -> Any:
     return with_experts(lib, lambda f: f), with_experts(lib, derivatives)
 
 
 @row("gradients of experts through `checkpoint`, `cond`, `scan` and nested `jit`",
-     DERIVED, of_xla=OF_EXPERTS, tolerance=1e-4)  # fmt: skip
+     How.DERIVED, of_xla=OF_EXPERTS, tolerance=1e-4)  # fmt: skip
 def experts_in_control_flow(lib: Any) -> Any:
     def in_cond(f: Any) -> Any:
         branch = jax.checkpoint(jax.jit(f))
@@ -408,7 +384,7 @@ def experts_in_control_flow(lib: Any) -> Any:
     return [with_experts(lib, transform, wrap) for wrap in (in_cond, in_scan)]
 
 
-@row("`vmap` of experts", ACCELERATED, of_xla=OF_EXPERTS, tolerance=1e-4)
+@row("`vmap` of experts", How.ACCELERATED, of_xla=OF_EXPERTS, tolerance=1e-4)
 def experts_batched(lib: Any) -> Any:
     def transform(f: Any) -> Any:
         return lambda *args: jax.vmap(f)(*(jnp.stack([v, jnp.cos(v)]) for v in args))
@@ -416,9 +392,9 @@ def experts_batched(lib: Any) -> Any:
     return with_experts(lib, transform)
 
 
-@row("experts over two axes in another order than the mesh's, beside a third", ACCELERATED, 8,
+@row("experts over two axes in another order than the mesh's, beside a third", How.ACCELERATED, 8,
      of_xla=OF_EXPERTS, tolerance=1e-4)  # fmt: skip
-def experts_over_two_axes(lib: Any) -> Any:
+def experts_over_two_axes(lib: Any, check: bool) -> Any:
     mesh = jax.make_mesh((2, 2, 2), ("a", "b", "c"), axis_types=(AxisType.Auto,) * 3)
     x, ids, weights, _ = routed(8)
     factors = np.random.default_rng(1).uniform(0.5, 2, (32, 8)).astype(np.float32)
@@ -427,9 +403,7 @@ def experts_over_two_axes(lib: Any) -> Any:
     def body(*args: Any) -> Any:
         return models.experts(lib, *args, axes=("c", "a"))
 
-    return under_both(
-        lambda check: run(shmap(body, mesh, spec, spec, check), x, ids, weights, factors)
-    )
+    return run(shmap(body, mesh, spec, spec, check), x, ids, weights, factors)
 
 
 # Ragged exchanges. lax has no values of them on CPU devices.
@@ -478,7 +452,7 @@ def with_gradients(f: Any) -> Any:
 
 
 @row("`ragged_all_to_all` of slices that overlap, are read twice or are empty; its derivatives",
-     ACCELERATED)  # fmt: skip
+     How.ACCELERATED)  # fmt: skip
 def ragged(lib: Any) -> Any:
     def second(f: Any) -> Any:
         gradient = jax.grad(loss(f), (0, 1))
@@ -488,13 +462,15 @@ def ragged(lib: Any) -> Any:
     return [with_ragged(lib, transform, kind) for kind, transform in transforms.items()]
 
 
-@row("`vmap` of `ragged_all_to_all` and of its gradient: any axes of any arguments", ACCELERATED)
+@row(
+    "`vmap` of `ragged_all_to_all` and of its gradient: any axes of any arguments", How.ACCELERATED
+)
 def ragged_batched(lib: Any) -> Any:
     some = (0, *[None] * 5), (None, 1, 0, None, 0, None)
     return [with_ragged(lib, with_gradients, "over", axes) for axes in some]
 
 
-@row("gradients of `ragged_all_to_all` in `scan`, `checkpoint` and nested `jit`", ACCELERATED)
+@row("gradients of `ragged_all_to_all` in `scan`, `checkpoint` and nested `jit`", How.ACCELERATED)
 def ragged_in_control_flow(lib: Any) -> Any:
     def in_scan(call: Any) -> Any:
         def scanned(x: Any, y: Any, *tables: Any) -> Any:

@@ -8,7 +8,9 @@ have to give the same bits. Rows with a tolerance have other data.
 """
 
 import dataclasses
+import enum
 import functools
+import inspect
 import re
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -26,17 +28,19 @@ from jax_intranode._src.native import extension
 
 REPLICATED, BY_X = P(), P("x")
 
-# What our functions do; docs/contract.md explains the words.
-ACCELERATED = "accelerated"
-PARTLY = "accelerated in part"
-# The transpose of shard_map itself, or of a cast to a varying type, may be a psum of JAX.
-DERIVED = "accelerated, except sums that JAX inserts"
-LAX = "falls back to lax"
-TYPES = "same types"
-ERROR = "same error"
-AS_LAX = "as lax"
-DIFFERS = "differs: an error that says to call `jax_intranode.initialize(mesh)` first"
-HOW = (ACCELERATED, PARTLY, DERIVED, LAX, TYPES, ERROR, AS_LAX, DIFFERS)
+
+class How(enum.StrEnum):
+    """What our functions do; docs/contract.md explains the words."""
+
+    ACCELERATED = "accelerated"
+    PARTLY = "accelerated in part"
+    # The transpose of shard_map itself, or of a cast to a varying type, may be a psum of JAX.
+    DERIVED = "accelerated, except sums that JAX inserts"
+    LAX = "falls back to lax"
+    TYPES = "same types"
+    ERROR = "same error"
+    AS_LAX = "as lax"
+    DIFFERS = "differs: an error that says to call `jax_intranode.initialize(mesh)` first"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,7 +50,7 @@ class Row:
     Attributes:
         name: Name of the row and of its test.
         what: The use of the functions that it tests, for the table.
-        how: What our functions do; one of `HOW`.
+        how: What our functions do; a member of `How`.
         run: Builds and runs programs with a given library; returns the results to compare.
         devices: Number of devices that it needs.
         of_xla: The collectives of XLA that must not take the place of ours, as a pattern.
@@ -55,11 +59,16 @@ class Row:
 
     name: str
     what: str
-    how: str
+    how: How
     run: Callable[[Any], Any]
     devices: int
     of_xla: str
     tolerance: float
+
+    @property
+    def ours(self) -> bool:
+        """Whether our kernels run."""
+        return self.how in (How.ACCELERATED, How.PARTLY, How.DERIVED)
 
     def collectives(self, text: str) -> int:
         """The number of XLA's collectives in a program."""
@@ -72,17 +81,25 @@ ROWS: dict[str, Row] = {}
 
 def row(
     what: str,
-    how: str,
+    how: How,
     devices: int = 2,
     of_xla: str = EVERY_COLLECTIVE,
     tolerance: float = 0.0,
 ) -> Callable[[Any], Any]:
-    """Adds a row to the table, under the name of the function."""
+    """Adds a row to the table, under the name of the function.
 
-    def add(function: Callable[[Any], Any]) -> Callable[[Any], Any]:
-        name = function.__name__.strip("_").replace("_", "-")
-        assert name not in ROWS and how in HOW
-        ROWS[name] = Row(name, what, how, function, devices, of_xla, tolerance)
+    A function of a library and of `check_vma` runs with it on and off.
+    """
+
+    def add(function: Callable[..., Any]) -> Callable[..., Any]:
+        name = function.__name__.replace("_", "-")
+        assert name not in ROWS
+        run = function
+        if len(inspect.signature(function).parameters) == 2:
+            run = functools.wraps(function)(
+                lambda lib: under_both(lambda check: function(lib, check))
+            )
+        ROWS[name] = Row(name, what, how, run, devices, of_xla, tolerance)
         return function
 
     return add
@@ -170,7 +187,7 @@ def check(row: Row) -> None:
     """Runs a row with our functions and with lax's, and compares them."""
     ours, theirs = outcome(row, jax_intranode), outcome(row, lax)
     assert theirs.calls == 0
-    if row.how == DIFFERS:
+    if row.how == How.DIFFERS:
         # The second process reports values or the text of an error.
         (ours_saved, ours_loaded), (saved, loaded) = ours.result, theirs.result
         assert ours_saved == saved == "yes"
@@ -178,26 +195,26 @@ def check(row: Row) -> None:
         assert "needs jax_intranode.initialize(mesh)" in str(ours_loaded)
         return
     compare(ours.result, theirs.result, row.tolerance)
-    if row.how == ERROR:
+    if row.how == How.ERROR:
         results = jax.tree.leaves(theirs.result)
         assert all(isinstance(result, Raised) for result in results), "lax raises no error"
     called = [set(re.findall(r"jax_intranode_(\w+)", text)) for text in ours.programs]
     of_xla = [*map(row.collectives, ours.programs)]
     of_lax = [*map(row.collectives, theirs.programs)]
-    if row.how in (ACCELERATED, PARTLY, DERIVED):
+    if row.ours:
         assert ours.calls > 0, "our kernels did not run"
         if called:
             assert set().union(*called) >= TOGETHER, "an operation that is never ours"
-    if row.how == ACCELERATED:
+    if row.how == How.ACCELERATED:
         assert all(called), "a program without our call"
         assert not any(of_xla), "a collective of XLA beside our call"
-    elif row.how == PARTLY:
+    elif row.how == How.PARTLY:
         assert any(called) and any(of_xla)
-    elif row.how == DERIVED:
+    elif row.how == How.DERIVED:
         assert any(called) or not called
         for mine, lax_s in zip(of_xla, of_lax, strict=True):
             assert mine <= lax_s, "more of them than with lax"
-    elif row.how != AS_LAX:
+    elif row.how != How.AS_LAX:
         assert ours.calls == 0, "our kernels ran"
         assert not any(called)
         assert of_xla == of_lax

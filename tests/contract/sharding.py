@@ -10,92 +10,66 @@ from jax import lax
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from contract.rows import (
-    ACCELERATED,
-    AS_LAX,
-    ERROR,
-    LAX,
-    PARTLY,
-    PROGRAMS,
-    TYPES,
-    each,
-    each_raised,
-    inside,
-    inside_raised,
-    kind,
-    line,
-    on_square,
-    operations,
-    raised,
-    row,
-    run,
-    shmap,
-    small,
-    square,
-    types_inside,
-    under_both,
-)
+from contract import rows
+from contract.rows import PROGRAMS, How, each, each_raised, kind, row, run, shmap, small, square
 
 # Types within shard_map.
 
 
-@row("types of results: the axes they vary over, with `check_vma` on and off", TYPES)
+@row("types of results: the axes they vary over, with `check_vma` on and off", How.TYPES)
 def types_of_results(lib: Any) -> Any:
     def body(v: Any) -> Any:
         trees = each(lib, v), each(lib, (v, v.astype(jnp.int32)), ("x",)), each(lib, v[:0])
         return trees, lib.psum((v, v.sum()), ("x",)), lib.psum(v > 1, "x")
 
-    return types_inside(body, small(8, 3))
+    return rows.types_inside(body, small(8, 3))
 
 
-@row("operands that vary over some of the mesh's axes", ACCELERATED, devices=4)
-def partly_varying(lib: Any) -> Any:
-    def under(check: bool) -> Any:
-        seen = []
+@row(
+    "operands that vary over some of the mesh's axes, or (`check_vma=False`) of the summed ones",
+    How.ACCELERATED,
+    devices=4,
+)
+def partly_varying(lib: Any, check: bool) -> Any:
+    seen = []
 
-        def body(v: Any, w: Any, u: Any) -> Any:
-            results = each(lib, (w, u), "x"), each(lib, (v, w), "y"), each(lib, u, ("x", "y"))
-            both = lib.psum((v, u), ("x", "y"))
-            seen.append(jax.tree.map(kind, (results, both)))
-            return results, both, lib.psum(both, "x")
+    def body(v: Any, w: Any, u: Any) -> Any:
+        results = each(lib, (w, u), "x"), each(lib, (v, w), "y"), each(lib, u, ("x", "y"))
+        both = lib.psum((v, u) if check else (v, u, w), ("x", "y"))
+        seen.append(jax.tree.map(kind, (results, both)))
+        return results, both, lib.psum(both, "x")
 
-        specs = P("x", "y"), P("x"), P()
-        values = [small(8, 8, seed=k) for k in range(3)]
-        return run(shmap(body, square(), specs, P(("x", "y")), check), *values), seen
-
-    return under_both(under)
-
-
-@row("operands that vary over some of the summed axes, `check_vma=False`", ACCELERATED, devices=4)
-def varying_over_some_axes(lib: Any) -> Any:
-    f = shmap(lambda v: lib.psum((v, v * 2), ("x", "y")), square(), check_vma=False)
-    return run(f, small(4, 6))
+    specs = P("x", "y"), P("x"), P()
+    values = [small(8, 8, seed=k) for k in range(3)]
+    return run(shmap(body, square(), specs, P(("x", "y")), check), *values), seen
 
 
-@row("operands that vary over some of the given axes", AS_LAX, devices=4)
+@row("operands that vary over some of the given axes", How.AS_LAX, devices=4)
 def parts_of_varying_over_some_axes(lib: Any) -> Any:
     return each_raised(
         lib,
-        lambda f: inside_raised(lambda v: f(v, ("x", "y")), mesh=square(), out_specs=P(("x", "y"))),
+        lambda f: rows.inside_raised(
+            lambda v: f(v, ("x", "y")), mesh=square(), out_specs=P(("x", "y"))
+        ),
     )
 
 
-@row("replicated operands, alone and with others", ACCELERATED)
+@row("replicated operands, alone and with others", How.ACCELERATED)
 def replicated(lib: Any) -> Any:
     def body(v: Any, w: Any) -> Any:
         once = lib.psum(w, "x")
         together = each(lib, [v, w, jnp.ones(4), v * w, once, lib.pmean(v, "x")])
         return each(lib, w), together, lib.psum({"a": w * 2, "b": once}, "x")
 
-    return inside(body, small(8, 3), small(4, 3), in_specs=(P("x"), P()))
+    return rows.inside(body, small(8, 3), small(4, 3), in_specs=(P("x"), P()))
 
 
-@row("unreduced and reduced operands", AS_LAX)
+@row("unreduced and reduced operands", How.AS_LAX)
 def parts_of_unreduced(lib: Any) -> Any:
     return [
         each_raised(
             lib,
-            lambda f, to=to, specs=specs: inside_raised(
+            lambda f, to=to, specs=specs: rows.inside_raised(
                 lambda v: f(lax.pcast(v, "x", to=to), "x"), in_specs=specs
             ),
         )
@@ -103,48 +77,50 @@ def parts_of_unreduced(lib: Any) -> Any:
     ]
 
 
-@row("a result that contradicts `out_specs`", ERROR, devices=4)
+@row("a result that contradicts `out_specs`", How.ERROR, devices=4)
 def wrong_out_specs(lib: Any) -> Any:
     over_x = [
-        raised(lambda f=f: run(shmap(lambda v: f(v, "x")), small(8, 3)))
-        for name, f in operations(lib).items()
+        rows.raised(lambda f=f: run(shmap(lambda v: f(v, "x")), small(8, 3)))
+        for name, f in rows.operations(lib).items()
         if name not in ("psum", "pmean", "pmax", "pmin")  # the same on all ranks
     ]
     f = shmap(lambda v: lib.psum(v, "x"), square(), P("x", "y"), P())
-    return over_x, raised(lambda: run(f, small(4, 6)))
+    return over_x, rows.raised(lambda: run(f, small(4, 6)))
 
 
 # Kinds of axes.
 
 
-@row("partly manual meshes: the HLO of `psum` has no all-gather", LAX, devices=4)
-def partly_manual(lib: Any) -> Any:
-    def under(check: bool) -> Any:
-        mesh = square()
-        of = {"axis_names": {"x"}, "check_vma": check}
+@row(
+    "partly manual meshes with Auto and Explicit axes, also with sharding constraints inside: the "
+    "HLO of `psum` has no all-gather",
+    How.LAX,
+    devices=4,
+)
+def partly_manual(lib: Any, check: bool) -> Any:
+    seen = []
+
+    def body(v: Any) -> Any:
+        seen.append(kind(lib.psum(v, "x")))
+        return lib.psum(v * 2, "x")
+
+    def constrained(v: Any) -> Any:
+        return lax.with_sharding_constraint(body(v), P(None, "y"))
+
+    def over(of: AxisType, body: Any, out_specs: Any = rows.REPLICATED) -> Any:
+        mesh = square(kind=of)
         value = jax.device_put(small(8, 6), NamedSharding(mesh, P("x", "y")))
-        total = run(shmap(lambda v: lib.psum(v * 2, "x"), mesh, **of), value)
-        assert "all-gather" not in PROGRAMS[-1]
-        return total, run(shmap(lambda v: each(lib, v * 2), mesh, P("x"), P("x"), **of), value)
-
-    return under_both(under)
-
-
-@row("partly manual meshes with sharding constraints inside", LAX, devices=4)
-def partly_manual_with_constraints(lib: Any) -> Any:
-    def under(check: bool) -> Any:
-        def body(v: Any) -> Any:
-            return lax.with_sharding_constraint(lib.psum(v * 2, "x"), P(None, "y"))
-
-        mesh = square()
-        f = shmap(body, mesh, axis_names={"x"}, check_vma=check)
+        f = shmap(body, mesh, P("x"), out_specs, check, axis_names={"x"})
         with jax.set_mesh(mesh):
-            return run(f, jax.device_put(small(4, 6), NamedSharding(mesh, P("x", "y"))))
+            return run(f, value)
 
-    return under_both(under)
+    auto = over(AxisType.Auto, body)
+    assert "all-gather" not in PROGRAMS[-1]
+    every = over(AxisType.Auto, lambda v: each(lib, v * 2), P("x"))
+    return auto, every, over(AxisType.Auto, constrained), over(AxisType.Explicit, body), seen
 
 
-@row("shard_map inside shard_map", AS_LAX, devices=4)
+@row("shard_map inside shard_map", How.AS_LAX, devices=4)
 def nested_shard_map(lib: Any) -> Any:
     def sums(v: Any) -> Any:
         return lib.psum(v, "y"), lib.psum(v, ("x", "y"))
@@ -159,58 +135,31 @@ def nested_shard_map(lib: Any) -> Any:
     return run(shmap(body, square(), P("x"), specs, axis_names={"x"}), small(8, 6))
 
 
-@row("meshes with Auto axes", ACCELERATED)
-def auto_axes(lib: Any) -> Any:
-    with jax.set_mesh(line()):
-        f = jax.shard_map(lambda v: each(lib, v), in_specs=P("x"), out_specs=P("x"))
-        return run(f, small(8, 3))
+@row(
+    "`set_mesh` of Auto and of Explicit axes: values, and types inside and outside", How.ACCELERATED
+)
+def axes_of_set_mesh(lib: Any) -> Any:
+    def over(of: AxisType) -> Any:
+        mesh = Mesh(np.array(jax.devices()[:2]), ("x",), axis_types=(of,))
+        seen: list[Any] = []
+
+        def body(v: Any) -> Any:
+            seen.append(str(jax.sharding.get_abstract_mesh().axis_types))
+            return each(lib, v)
+
+        def f(v: Any) -> Any:
+            result = jax.shard_map(body, in_specs=P("x"), out_specs=P("x"))(v)
+            total = jax.shard_map(lambda u: lib.psum(u, "x"), in_specs=P("x"), out_specs=P())(v)
+            seen.append(jax.tree.map(kind, (result, total)))
+            return result, total
+
+        with jax.set_mesh(mesh):
+            return run(f, jax.device_put(small(8, 3), NamedSharding(mesh, P("x")))), seen
+
+    return over(AxisType.Auto), over(AxisType.Explicit)
 
 
-@row("meshes with Explicit axes: values, and shardings in types", ACCELERATED)
-def explicit_axes(lib: Any) -> Any:
-    mesh = Mesh(np.array(jax.devices()[:2]), ("x",), axis_types=(AxisType.Explicit,))
-    seen = []
-
-    def f(v: Any) -> Any:
-        result = jax.shard_map(lambda u: each(lib, u), in_specs=P("x"), out_specs=P("x"))(v)
-        total = jax.shard_map(lambda u: lib.psum(u, "x"), in_specs=P("x"), out_specs=P())(v)
-        seen.append(jax.tree.map(kind, (result, total)))
-        return result, total
-
-    with jax.set_mesh(mesh):
-        return run(f, jax.device_put(small(8, 3), NamedSharding(mesh, P("x")))), seen
-
-
-@row("meshes with Explicit axes, some of which stay Explicit inside", LAX, devices=4)
-def explicit_and_manual_axes(lib: Any) -> Any:
-    mesh = square(kind=AxisType.Explicit)
-    seen = []
-
-    def body(v: Any) -> Any:
-        result = lib.psum(v, "x")
-        seen.append(kind(result))
-        return result
-
-    def f(v: Any) -> Any:
-        return jax.shard_map(body, in_specs=P("x"), out_specs=P(), axis_names={"x"})(v)
-
-    with jax.set_mesh(mesh):
-        value = jax.device_put(small(4, 6), NamedSharding(mesh, P("x", "y")))
-        return run(f, value), seen
-
-
-@row("meshes with Manual axes: under `set_mesh`, and the axis names inside", ACCELERATED)
-def manual_axes(lib: Any) -> Any:
-    seen = []
-
-    def body(v: Any) -> Any:
-        seen.append(str(jax.sharding.get_abstract_mesh().axis_types))
-        return each(lib, v)
-
-    return run(shmap(body, out_specs=P("x")), small(8, 3)), seen
-
-
-@row("`pmap`: all kinds of axis names above", ACCELERATED)
+@row("`pmap`: all kinds of axis names above", How.ACCELERATED)
 def pmap(lib: Any) -> Any:
     def f(v: Any) -> Any:
         sums = lib.psum({"a": v, "n": 1}, "i"), v / lib.psum(1, "i"), lib.psum(v[0], "i")
@@ -219,7 +168,10 @@ def pmap(lib: Any) -> Any:
     return jax.pmap(f, axis_name="i", devices=jax.devices()[:2])(small(2, 4, 3))
 
 
-@row("`pmap` with `axis_index_groups`, with a name bound by vmap, and with an unbound name", AS_LAX)
+@row(
+    "`pmap` with `axis_index_groups`, with a name bound by vmap, and with an unbound name",
+    How.AS_LAX,
+)
 def pmap_as_lax(lib: Any) -> Any:
     def mapped(g: Any) -> Any:
         return jax.pmap(g, axis_name="i", devices=jax.devices()[:2])(small(2, 4, 3))
@@ -237,7 +189,7 @@ def pmap_as_lax(lib: Any) -> Any:
 # Several meshes.
 
 
-@row("the device order changes after tracing: no stale ids", PARTLY, devices=4)
+@row("the device order changes after tracing: no stale ids", How.PARTLY, devices=4)
 def device_order_changed(lib: Any) -> Any:
     @jax.jit
     def f(v: Any) -> Any:
@@ -246,52 +198,41 @@ def device_order_changed(lib: Any) -> Any:
     values, results = small(8, 6), []
     # With stale device ids the groups of "x" would be wrong.
     for order in ((0, 1, 2, 3), (3, 1, 0, 2), (0, 1, 2, 3)):
-        mesh, x = on_square(order, values)
+        mesh, x = rows.on_square(order, values)
         with jax.set_mesh(mesh):
             results.append(f(x))
             PROGRAMS.append(f.lower(values).compile().as_text())
     return results
 
 
-@row("two meshes of the same devices in one program", ACCELERATED, devices=4)
-def two_meshes(lib: Any) -> Any:
-    flat, folded = cases.make_mesh((4,), ("i",)), square()
-    both = P(("x", "y"))
-
-    def under(check: bool) -> Any:
-        over_flat = shmap(lambda v: each(lib, v, "i"), flat, P("i"), P("i"), check)
-        over_x = shmap(lambda v: each(lib, v, "x"), folded, both, both, check)
-        return run(lambda v: (over_flat(v), over_x(v), over_x(over_flat(v)["psum"])), small(16, 3))
-
-    return under_both(under)
-
-
 # XLA moves the arguments and results.
 @row(
     "arguments and results on another mesh of the same devices",
-    ACCELERATED,
+    How.ACCELERATED,
     devices=4,
     of_xla="all-reduce",
 )
-def arguments_on_another_mesh(lib: Any) -> Any:
+def arguments_on_another_mesh(lib: Any, check: bool) -> Any:
     flat = NamedSharding(cases.make_mesh((4,), ("i",)), P("i"))
-
-    def under(check: bool) -> Any:
-        f = shmap(lambda v: lib.psum(v, "x"), square(), P("x", "y"), P(None, "y"), check)
-        value = jax.device_put(small(4, 6), flat)
-        constrained = run(lambda v: lax.with_sharding_constraint(f(v).T[:4], flat), small(4, 6))
-        return run(f, value), constrained
-
-    return under_both(under)
+    f = shmap(lambda v: lib.psum(v, "x"), square(), P("x", "y"), P(None, "y"), check)
+    value = jax.device_put(small(4, 6), flat)
+    constrained = run(lambda v: lax.with_sharding_constraint(f(v).T[:4], flat), small(4, 6))
+    return run(f, value), constrained
 
 
-@row("programs on two meshes, in turn", ACCELERATED, devices=4)
+@row("meshes of the same devices, in one program and in turn", How.ACCELERATED, devices=4)
 def meshes_in_turn(lib: Any) -> Any:
-    meshes = cases.make_mesh((4,), ("i",)), square(), square((3, 1, 2, 0)), line()
+    flat, folded = cases.make_mesh((4,), ("i",)), square()
 
     def over(mesh: Mesh) -> Any:
         specs = P(mesh.axis_names)
-        return jax.jit(shmap(lambda v: each(lib, v, mesh.axis_names[-1]), mesh, specs, specs))
+        return shmap(lambda v: each(lib, v, mesh.axis_names[-1]), mesh, specs, specs)
 
-    fs = [over(mesh) for mesh in meshes]
-    return [f(small(16, 3, seed=k)) for k in range(3) for f in fs]
+    def together(v: Any) -> Any:
+        on_flat = over(flat)(v)
+        return on_flat, over(folded)(v), over(folded)(on_flat["psum"])
+
+    meshes = flat, folded, square((3, 1, 2, 0)), rows.line()
+    fs = [jax.jit(over(mesh)) for mesh in meshes]
+    in_turn = [f(small(16, 3, seed=k)) for k in range(3) for f in fs]
+    return run(together, small(16, 3)), in_turn

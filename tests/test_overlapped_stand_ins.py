@@ -4,24 +4,12 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 from unittest import mock
 
+import collective_matmuls as matmuls
 import jax
 import jax.numpy as jnp
 import pytest
 from cases import line
-from collective_matmuls import (  # noqa: F401
-    BOTH,
-    GATHER,
-    SCATTER,
-    SUM,
-    N,
-    collectives,
-    float32_products,
-    like_lax,
-    over_x,
-    same,
-    values,
-    with_gradients,
-)
+from collective_matmuls import N, float32_products, over_x, values, with_gradients  # noqa: F401
 from jax.sharding import PartitionSpec as P
 
 import jax_intranode
@@ -90,7 +78,7 @@ def overlapping() -> Iterator[None]:
         yield
 
 
-@BOTH
+@matmuls.BOTH
 @pytest.mark.parametrize("leading", [(2 * N,), (3, N), (N // 2, 6)])
 def test_overlapped_sum(overlapping: None, leading: tuple[int, ...], check_vma: bool) -> None:
     """It, its tangents and batches are a reduce-scatter and an all-gather of all rows."""
@@ -111,10 +99,10 @@ def test_overlapped_sum(overlapping: None, leading: tuple[int, ...], check_vma: 
         return both
 
     args = values((*leading, 2 * N), (2 * N, 3))
-    like_lax(program, *args)
+    matmuls.like_lax(program, *args)
     # 1 forward, 2 with tangents, 1 for the batch. Backward as without overlap.
-    expected = {SCATTER: 4, GATHER: 4} | ({} if check_vma else {SUM: 1})
-    assert collectives(program(jax_intranode), *args) == expected
+    expected = {"psum_scatter": 4, "all_gather": 4} | ({} if check_vma else {"psum": 1})
+    assert matmuls.collectives(program(jax_intranode), *args) == expected
 
 
 def test_overlapped_gradient_of_column_parallel_matmul(overlapping: None) -> None:
@@ -127,8 +115,8 @@ def test_overlapped_gradient_of_column_parallel_matmul(overlapping: None) -> Non
     gradient = with_gradients(ours, (0, 1))
     with jax.set_mesh(line(N)):
         found = jax.jit(gradient)(x, ws)
-        assert collectives(gradient, x, ws) == {SCATTER: 1, GATHER: 1}
-    same(found, with_gradients(lambda x, ws: [x @ w for w in ws], (0, 1))(x, ws))
+        assert matmuls.collectives(gradient, x, ws) == {"psum_scatter": 1, "all_gather": 1}
+    matmuls.same(found, with_gradients(lambda x, ws: [x @ w for w in ws], (0, 1))(x, ws))
 
 
 def test_explain_of_an_overlapped_sum(overlapping: None) -> None:
@@ -178,7 +166,7 @@ def both_in_one_call() -> Iterator[list[overlapped_call.Request]]:
         yield granted
 
 
-@BOTH
+@matmuls.BOTH
 @pytest.mark.parametrize("leading", [(), (3,)])
 def test_both_gradients_in_one_call(
     both_in_one_call: list[overlapped_call.Request], leading: tuple[int, ...], check_vma: bool
@@ -198,8 +186,11 @@ def test_both_gradients_in_one_call(
         return with_gradients(f, (0, 1, 2, 3))
 
     args = values((*leading, 2 * N, 5), (5, 3 * N), (5, 7 * N), (3 * N, 6))
-    like_lax(program, *args)
-    assert collectives(program(jax_intranode), *args) == {GATHER: 2, SCATTER: 2}
+    matmuls.like_lax(program, *args)
+    assert matmuls.collectives(program(jax_intranode), *args) == {
+        "all_gather": 2,
+        "psum_scatter": 2,
+    }
     of_scatter, of_gather = both_in_one_call[-2:]
     for request in (of_scatter, of_gather):
         sizes = request.sizes

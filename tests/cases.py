@@ -18,6 +18,7 @@ from unittest import mock
 
 import jax
 import numpy as np
+import pytest
 from jax import lax
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -92,6 +93,13 @@ def make_mesh(
 def line(world: int | None = None) -> Mesh:
     """A mesh of the first `world` devices, by default of all, with one axis "x"."""
     return make_mesh((world or len(jax.devices()),), ("x",))
+
+
+def group(world: int) -> Mesh:
+    """Like `line`, but skips: each number of processes runs the groups of its size."""
+    if 1 < jax.process_count() != world:
+        pytest.skip(f"{jax.process_count()} processes run no groups of {world}")
+    return line(world)
 
 
 def selection(
@@ -257,19 +265,6 @@ def compiled_of_ours(f: Any, *args: Any, **options: Any) -> Any:
     return program
 
 
-def runs_as_often_as_explained(f: Any, args: Sequence[Any]) -> None:
-    """Checks that this process executes each operation of `f` as often as `explain` says."""
-    calls = jax_intranode.explain(f)(*args)
-    program = jax.jit(f)
-    jax.block_until_ready(program(*args))
-    before = jax_intranode.usage_counter()
-    jax.block_until_ready(program(*args))
-    ours = sum(call.times for call in calls if call.algorithm != "lax")
-    assert ours > 0, calls
-    here = sum(d.process_index == jax.process_index() for d in args[0].sharding.device_set)
-    assert jax_intranode.usage_counter() - before == ours * here, calls
-
-
 # Settings.
 
 
@@ -348,14 +343,3 @@ def x64(dtype: str) -> Iterator[None]:
         yield
     finally:
         jax.config.update("jax_enable_x64", before)
-
-
-def float32_products(function: Any) -> Any:
-    """Decorates a case: matmuls of float32 don't use TF32, the default on GPUs."""
-
-    @functools.wraps(function)
-    def precise(**chosen: Any) -> None:
-        with jax.default_matmul_precision("highest"):
-            function(**chosen)
-
-    return precise

@@ -1,40 +1,15 @@
 """Cases of the collectives: values, groups, and calls in any order."""
 
 import math
+from collections.abc import Sequence
 from typing import Any
-from unittest import mock
 
+import cases
 import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
-from cases import (
-    COPIED_DTYPES,
-    DIVIDED,
-    DTYPES,
-    EXTREMES,
-    KEEPS_SHAPE,
-    OPERATIONS,
-    apply,
-    case,
-    check,
-    check_like,
-    compiled_of_ours,
-    everywhere,
-    forced,
-    line,
-    oracle,
-    ours_up_to,
-    psum_of,
-    put,
-    random,
-    reference,
-    runs_as_often_as_explained,
-    selection,
-    sharded,
-    takes_part,
-    x64,
-)
+from cases import OPERATIONS, apply, case, check, compiled_of_ours, line, put, random, sharded, x64
 from jax import lax
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
@@ -46,65 +21,41 @@ from jax_intranode._src.ops import collective
 # Values.
 
 
-@case(dtype=("bfloat16", "int8", "float64"), how=("all_to_all", "ppermute"))
-@case(dtype=DTYPES, how=("one_shot", "two_shot", "psum_scatter", "all_gather", "pmax", "pmin"))
-def every_dtype_and_count(dtype: str, how: str) -> None:
-    """A psum by an algorithm, or another operation."""
-    mesh = line()
+def check_counts(mesh: Mesh, dtype: str, how: str, counts: Sequence[int]) -> None:
+    """Vectors of each length, by a psum by an algorithm, or by another operation."""
     n = mesh.size
     operation, algorithm = (how, "auto") if how in OPERATIONS else ("psum", how)
-    of_rank = n if operation in DIVIDED else 1
-    with x64(dtype), forced(algorithm):
+    of_rank = n if operation in cases.DIVIDED else 1
+    with x64(dtype), cases.forced(algorithm):
         choose = collective.chooser(operation, mesh, ("x",), np.dtype(dtype))
-        sizes = {count: count * np.dtype(dtype).itemsize for count in (1, 2, 7, 16, 17, 61, 2051)}
-        chosen = {count: choose(nbytes).algorithm for count, nbytes in sizes.items()}
+        chosen = {k: choose(k * np.dtype(dtype).itemsize).algorithm for k in counts}
         assert operation != "psum" or set(chosen.values()) == {algorithm}, chosen
-        assert all(chosen[count] != "lax" for count in sizes if count <= 61), chosen
-        counts = [count for count in sizes if chosen[count] != "lax"]
-        parts = [random(dtype, (n, count * of_rank), count) for count in counts]
+        assert all(chosen[count] != "lax" for count in counts if count <= 61), chosen
+        parts = [
+            random(dtype, (n, count * of_rank), count) for count in counts if chosen[count] != "lax"
+        ]
         f = sharded(lambda vs: [apply(operation, v[0])[None] for v in vs], mesh, P("x"), P("x"))
         arrays = [put(mesh, P("x"), part) for part in parts]
         results = compiled_of_ours(f, arrays)(arrays)
     for result, part in zip(results, parts, strict=True):
-        check(result, reference(operation, part))
+        check(result, cases.reference(operation, part))
 
 
-def check_psum(parts: np.ndarray, mesh: Mesh, algorithm: str) -> None:
-    with forced(algorithm):
-        chosen = selection(mesh, ("x",), (1, *parts.shape[1:]), parts.dtype)
-        assert chosen.algorithm == algorithm, chosen
-        result = psum_of(parts, mesh)
-    check(result, everywhere(oracle(parts), len(parts)))
-
-
-@case(world=(2, 3, 4, 5, 6, 7, 8), algorithm=("one_shot", "two_shot"))
-def every_world_size(world: int, algorithm: str) -> None:
-    mesh = line(world)
-    if takes_part(mesh):
-        for dtype, count in (("float32", 1023), ("bfloat16", 77), ("int32", 500)):
-            check_psum(random(dtype, (world, count), world), mesh, algorithm)
+@case(dtype=("bfloat16", "int8", "float64"), how=("all_to_all", "ppermute"))
+@case(
+    dtype=cases.DTYPES, how=("one_shot", "two_shot", "psum_scatter", "all_gather", "pmax", "pmin")
+)
+def every_dtype_and_count(dtype: str, how: str) -> None:
+    check_counts(line(), dtype, how, (1, 2, 7, 16, 17, 61, 2051))
 
 
 @case(world=(2, 3, 4, 5, 6, 7, 8))
-def every_world_size_of_parts(world: int) -> None:
+def every_world_size(world: int) -> None:
     mesh = line(world)
-    if not takes_part(mesh):
-        return
-    for dtype in ("bfloat16", "int32"):
-        parts = random(dtype, (world, world * 7, 5), world)
-
-        def f(v: Any) -> Any:
-            scattered = jax_intranode.psum_scatter(v[0], "x", tiled=True)
-            whole = jax_intranode.all_gather(scattered, "x", tiled=True)
-            exchanged = jax_intranode.all_to_all(v[0], "x", 0, 0, tiled=True)
-            return whole[None], exchanged[None]
-
-        whole, exchanged = jax.jit(sharded(f, mesh, P("x"), (P("x"),) * 2))(
-            put(mesh, P("x"), parts)
-        )
-        check(whole, everywhere(oracle(parts), world))
-        flat = reference("all_to_all", parts.reshape(world, -1))
-        check(exchanged, flat.reshape(parts.shape))
+    if cases.takes_part(mesh):
+        for how in ("one_shot", "two_shot", "psum_scatter", "all_gather", "all_to_all"):
+            for dtype in ("float32", "bfloat16", "int32"):
+                check_counts(mesh, dtype, how, (35, 1023))
 
 
 def special(dtype: str) -> np.ndarray:
@@ -130,7 +81,7 @@ def special(dtype: str) -> np.ndarray:
     return np.concatenate([values, subnormals, -subnormals, ones])
 
 
-@case(how=("one_shot", "two_shot", *(o for o in OPERATIONS[1:] if o not in EXTREMES)))
+@case(how=("one_shot", "two_shot", *(o for o in OPERATIONS[1:] if o not in cases.EXTREMES)))
 @case(how=("pmax", "pmin"), algorithm=("one_shot", "two_shot"))
 def special_values(how: str, algorithm: str = "auto") -> None:
     """NaN, infinities, signed zeros, subnormals, extreme integers, words of all ones."""
@@ -139,7 +90,7 @@ def special_values(how: str, algorithm: str = "auto") -> None:
     operation = how if how in OPERATIONS else "psum"
     generator = np.random.default_rng(3)
     parts = {}
-    for dtype in DTYPES if RECORDS[operation].reduction else COPIED_DTYPES:
+    for dtype in cases.DTYPES if RECORDS[operation].reduction else cases.COPIED_DTYPES:
         values = special(dtype)
         count = {"all_gather": 61, "all_to_all": 30 * n, "ppermute": 61}.get(how, 61 * n)
         parts[dtype] = values[generator.integers(0, len(values), (n, count))]
@@ -148,16 +99,16 @@ def special_values(how: str, algorithm: str = "auto") -> None:
             parts[dtype][:, 3:6] = np.array([1, 2, 3], f"u{np.dtype(dtype).itemsize}").view(dtype)
 
     def f(tree: Any) -> Any:
-        if operation in KEEPS_SHAPE:  # one call with the whole tree
+        if operation in cases.KEEPS_SHAPE:  # one call with the whole tree
             return apply(operation, tree)
         return {k: apply(operation, v[0])[None] for k, v in tree.items()}
 
     with x64("float64"):
         arrays = {dtype: put(mesh, P("x"), part) for dtype, part in parts.items()}
-        with forced(how if operation == "psum" else algorithm):
+        with cases.forced(how if operation == "psum" else algorithm):
             results = compiled_of_ours(sharded(f, mesh, P("x"), P("x")), arrays)(arrays)
         for dtype, part in parts.items():
-            check(results[dtype], reference(operation, part))
+            check(results[dtype], cases.reference(operation, part))
 
 
 @case(operation=("all_gather", "all_to_all", "ppermute"))
@@ -167,7 +118,7 @@ def word_of_no_data(operation: str) -> None:
     n = mesh.size
     x = put(mesh, P("x"), np.full((n, 8 * n), 0xFFFFFFFF, np.uint32).view(np.float32))
     f = sharded(lambda v: apply(operation, v[0])[None], mesh, P("x"), P("x"))
-    with forced("auto"):
+    with cases.forced("auto"):
         result = compiled_of_ours(f, x)(x)
     for shard in result.addressable_shards:
         bits = np.asarray(shard.data).view(np.uint32)
@@ -197,7 +148,7 @@ def trees(algorithm: str, leaves: int) -> None:
     ]
     arguments = [put(mesh, P("x"), part) for part in parts]
     f = sharded(lambda xs: jax_intranode.psum({"tree": xs}, "x")["tree"], mesh, P("x"), P("x"))
-    with forced(algorithm):
+    with cases.forced(algorithm):
         program = jax.jit(f).lower(arguments).compile()
     operations = sum(
         "custom-call(" in line and "jax_intranode_psum" in line
@@ -210,7 +161,7 @@ def trees(algorithm: str, leaves: int) -> None:
     else:
         assert operations == fewest
     for result, part in zip(program(arguments), parts, strict=True):
-        check(result, everywhere(oracle(part), n))
+        check(result, cases.everywhere(cases.oracle(part), n))
 
 
 # How often calls run, and what explain says of them.
@@ -218,7 +169,10 @@ def trees(algorithm: str, leaves: int) -> None:
 
 @case()
 def results_that_a_scan_stacks() -> None:
-    """A scan stacks results for its backward pass that others use too. Each call runs once."""
+    """A scan stacks results for its backward pass that others use too.
+
+    Each process executes each operation as often as `explain` says.
+    """
     mesh = line()
 
     def step(v: Any, w: Any) -> Any:
@@ -232,7 +186,14 @@ def results_that_a_scan_stacks() -> None:
         put(mesh, P("x"), random("float32", (8 * mesh.size, 128), 23)),
         put(mesh, P(), random("float32", (3, 128), 24)),
     )
-    runs_as_often_as_explained(jax.grad(lambda *vs: f(*vs).sum(), argnums=(0, 1)), args)
+    program = jax.jit(jax.grad(lambda *vs: f(*vs).sum(), argnums=(0, 1)))
+    calls = jax_intranode.explain(program)(*args)
+    ours = sum(call.times for call in calls if call.algorithm != "lax")
+    jax.block_until_ready(program(*args))
+    before = jax_intranode.usage_counter()
+    jax.block_until_ready(program(*args))
+    here = sum(d.process_index == jax.process_index() for d in mesh.devices.flat)
+    assert jax_intranode.usage_counter() - before == ours * here > 0, calls
 
 
 # Order of calls, and what is beside them.
@@ -242,32 +203,28 @@ def results_that_a_scan_stacks() -> None:
 def independent_calls_of_unequal_cost(world: int) -> None:
     """12 independent calls, which each device may start in an order of its own."""
     mesh = line(world)
-    if not takes_part(mesh):
+    if not cases.takes_part(mesh):
         return
 
-    def f(x: Any, *ws: Any) -> Any:
-        total = 0.0
-        for w in ws:
-            total += jax_intranode.psum(jnp.tanh(x @ w) @ w.T, "x")
-        return total
+    def program(lib: Any) -> Any:
+        def f(x: Any, *ws: Any) -> Any:
+            return sum(lib.psum(jnp.tanh(x @ w) @ w.T, "x") for w in ws)
+
+        return sharded(f, mesh, (P("x"), *(P() for _ in sizes)), P("x"))
 
     sizes = np.random.default_rng(14).permutation(
         [8, 16, 64, 128, 256, 512, 8, 700, 300, 32, 1024, 48]
     )
     x = put(mesh, P("x"), random("float32", (16 * world, 128), 15))
     ws = [put(mesh, P(), random("float32", (128, int(s)), int(s)) * 0.1) for s in sizes]
-    ours = jax.jit(sharded(f, mesh, (P("x"), *(P() for _ in ws)), P("x")))
+    ours = jax.jit(program(jax_intranode))
     for _ in range(3):
         result = ours(x, *ws)
-    with mock.patch.object(jax_intranode, "psum", lax.psum):
-        theirs = jax.jit(sharded(lambda *a: f(*a), mesh, (P("x"), *(P() for _ in ws)), P("x")))(
-            x, *ws
-        )
-    check_like(result, theirs, 1e-3)
+    cases.check_like(result, jax.jit(program(lax))(x, *ws), 1e-3)
 
 
 @case(operation=OPERATIONS)
-@ours_up_to(2048)
+@cases.ours_up_to(2048)
 def input_overwritten(operation: str) -> None:
     """The operand of a call is overwritten at once, by its own program and by the next one."""
     mesh = line()
@@ -288,33 +245,10 @@ def input_overwritten(operation: str) -> None:
         value, result = program(overwrite(value))
         results.append(result)
     for k, result in enumerate(results):
-        check(result, reference(operation, parts + k))
+        check(result, cases.reference(operation, parts + k))
 
 
 @case(operation=OPERATIONS)
-def beside_lax(operation: str) -> None:
-    """XLA's own collectives right before and right after ours, on the same buffers."""
-    mesh = line()
-    n = mesh.size
-    parts = (random("uint32", (n, 40 * n), 18) // 2**28).astype(np.float32)
-
-    def f(v: Any) -> Any:
-        theirs = lax.psum(v[0], "x")
-        ours = apply(operation, theirs + v[0])
-        after = lax.all_gather(ours, "x").sum(0)
-        again = apply(operation, v[0])
-        return tuple(r[None] for r in (theirs, ours, after, again, lax.psum(again, "x")))
-
-    program = jax.jit(sharded(f, mesh, P("x"), (P("x"),) * 5))
-    value = put(mesh, P("x"), parts)
-    total = reference("psum", parts)
-    ours, again = reference(operation, total + parts), reference(operation, parts)
-    wants = total, ours, reference("psum", ours), again, reference("psum", again)
-    for results in [program(value) for _ in range(5)]:
-        for result, want in zip(results, wants, strict=True):
-            check(result, want)
-
-
 @case(dtype=("int8", "bfloat16", "int32"))
 def results_amid_other_data(dtype: str) -> None:
     """Results of odd sizes go to odd offsets of a larger array. Nothing else in it changes."""
@@ -327,7 +261,7 @@ def results_amid_other_data(dtype: str) -> None:
         at = 1
         for k, count in enumerate((1, 3, 9, 17, 31, 33)):
             operation = OPERATIONS[k % len(OPERATIONS)]
-            size = n * count if operation in DIVIDED else count
+            size = n * count if operation in cases.DIVIDED else count
             result = result_of(operation, part[..., k : k + size])
             if xp is np:
                 canvas[:, at : at + result.shape[-1]] = result
@@ -343,7 +277,7 @@ def results_amid_other_data(dtype: str) -> None:
     arguments = put(mesh, P("x"), poisoned), put(mesh, P("x"), parts)
     f = sharded(f, mesh, (P("x"), P("x")), P("x"))
     program = compiled_of_ours(f, *arguments, donate_argnums=0)
-    check(program(*arguments), write(np, reference, poisoned.copy(), parts))
+    check(program(*arguments), write(np, cases.reference, poisoned.copy(), parts))
 
 
 @case()
@@ -367,7 +301,7 @@ def compiling_while_others_wait() -> None:
     running = [waiting(value) for _ in range(2)]
     for count in (5, 17, 130, 555):  # each size is a program of its own
         data = random("float32", (n, count), count)
-        check(psum_of(data, mesh), everywhere(oracle(data), n))
+        check(cases.psum_of(data, mesh), cases.everywhere(cases.oracle(data), n))
         running.append(waiting(value))
     for result in running:
         check(result, parts)

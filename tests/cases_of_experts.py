@@ -5,8 +5,7 @@ from typing import Any
 import expert_routings
 import jax
 import numpy as np
-import pytest
-from cases import case, check, line, put, sharded
+from cases import case, check, group, line, put, sharded
 from jax.sharding import PartitionSpec as P
 
 import jax_intranode
@@ -35,9 +34,7 @@ def compiled(f: Any, *args: Any) -> Any:
 
 @case(world=(2, 3, 4, 5, 6, 7, 8), shape=(0, 1, 2, 3, 4))
 def experts_of_random_routings(world: int, shape: int) -> None:
-    mesh = line(world)
-    if 1 < jax.process_count() != world:
-        pytest.skip("each number of processes runs the groups of its size")
+    mesh = group(world)
     tokens, hidden, k, local, capacity, dtype = SHAPES[shape]
     experts = local * world
     rng = np.random.default_rng([world, shape])
@@ -60,9 +57,7 @@ def experts_of_random_routings(world: int, shape: int) -> None:
 @case(world=(2, 3, 4, 8))
 def experts_in_a_loop(world: int) -> None:
     """One program, replayed, whose routings are data of each step."""
-    mesh = line(world)
-    if 1 < jax.process_count() != world:
-        pytest.skip("each number of processes runs the groups of its size")
+    mesh = group(world)
     rng = np.random.default_rng(world)
     tokens, k, experts, capacity = 12, 2, 2 * world, 10
     kinds = expert_routings.KINDS * 8

@@ -8,7 +8,7 @@ import jax
 import numpy as np
 import pytest
 import ragged_tables
-from cases import case, check, compiled_of_ours, line, put, sharded
+from cases import case, check, compiled_of_ours, group, line, put, sharded
 from jax.sharding import PartitionSpec as P
 
 import jax_intranode
@@ -26,9 +26,7 @@ TABLES = 36  # of each shape
 
 @case(world=(2, 3, 4, 5, 6, 7, 8), shape=(0, 1, 2, 3))
 def ragged_of_random_tables(world: int, shape: int) -> None:
-    mesh = line(world)
-    if 1 < jax.process_count() != world:
-        pytest.skip("each number of processes runs the groups of its size")
+    mesh = group(world)
     updates, rows, row, dtype = SHAPES[shape]
     rng = np.random.default_rng([world, shape])
     run: Any = None
@@ -48,9 +46,7 @@ def ragged_of_tables_in_a_loop(world: int) -> None:
     The bytes of a result are a multiple of 256, so XLA:GPU has each step write into its part of all
     results.
     """
-    mesh = line(world)
-    if 1 < jax.process_count() != world:
-        pytest.skip("each number of processes runs the groups of its size")
+    mesh = group(world)
     rng = np.random.default_rng(world)
     rows = (60, 90)
     operand, output = ragged_tables.operands(rng, world, rows, (64,), "bfloat16")

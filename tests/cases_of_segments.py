@@ -4,28 +4,12 @@ import functools
 import itertools
 from typing import Any
 
+import cases
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import (
-    DIVIDED,
-    DTYPES,
-    KEEPS_SHAPE,
-    SEGMENTED,
-    apply,
-    case,
-    check,
-    compiled_of_ours,
-    in_segments,
-    line,
-    put,
-    random,
-    reference,
-    segments_of,
-    sharded,
-    x64,
-)
+from cases import SEGMENTED, apply, case, compiled_of_ours, in_segments, line, segments_of, sharded
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
@@ -33,29 +17,29 @@ import jax_intranode
 from jax_intranode._src.native import extension
 
 
-@case(operation=SEGMENTED, dtype=DTYPES)
+@case(operation=SEGMENTED, dtype=cases.DTYPES)
 def segments_of_every_dtype(operation: str, dtype: str) -> None:
     """Sizes around the bounds of segments, and a donated operand."""
     mesh = line()
     n = mesh.size
     item = np.dtype(dtype).itemsize
     counts = [k // item for k in (8, 256, 256 + item, 512, 1000, 2048 - item, 5000)]
-    if operation in DIVIDED:
+    if operation in cases.DIVIDED:
         counts = [k * n for k in counts]
-    parts = [random(dtype, (n, count), count) for count in counts]
+    parts = [cases.random(dtype, (n, count), count) for count in counts]
 
     def f(vs: Any) -> Any:
         return [apply(operation, v[0])[None] for v in vs]
 
-    with x64(dtype), in_segments(256):
-        arrays = [put(mesh, P("x"), part) for part in parts]
+    with cases.x64(dtype), in_segments(256):
+        arrays = [cases.put(mesh, P("x"), part) for part in parts]
         program = compiled_of_ours(
             sharded(f, mesh, P("x"), P("x")), arrays, donate_argnums=0, keep_unused=True
         )
         assert sorted(segments_of(program.as_text())) == [1, 1, 2, 2, 4, 8, 32]
         results = program(arrays)
     for result, part in zip(results, parts, strict=True):
-        check(result, reference(operation, part))
+        cases.check(result, cases.reference(operation, part))
 
 
 @case()
@@ -65,11 +49,12 @@ def trees_in_segments() -> None:
     n = mesh.size
     counts = [*(int(k) for k in np.random.default_rng(7).integers(1, 300, 40)), 9000]
     parts = {
-        dtype: [random(dtype, (n, count), count) for count in counts]
+        dtype: [cases.random(dtype, (n, count), count) for count in counts]
         for dtype in ("float32", "bfloat16", "int8")
     }
     arrays = {
-        dtype: [put(mesh, P("x"), part) for part in of_dtype] for dtype, of_dtype in parts.items()
+        dtype: [cases.put(mesh, P("x"), part) for part in of_dtype]
+        for dtype, of_dtype in parts.items()
     }
     f = sharded(lambda tree: jax_intranode.psum(tree, "x"), mesh, P("x"), P("x"))
     with in_segments(1 << 12):
@@ -78,7 +63,7 @@ def trees_in_segments() -> None:
         results = program(arrays)
     for dtype, of_dtype in parts.items():
         for result, part in zip(results[dtype], of_dtype, strict=True):
-            check(result, reference("psum", part))
+            cases.check(result, cases.reference("psum", part))
 
 
 @functools.partial(jax.jit, static_argnames=("count", "dtype"))
@@ -135,7 +120,7 @@ def large_messages_in_segments(mib: int) -> None:
             f = sharded(functools.partial(run, operation), mesh, P("x"), P("x"))
             program = compiled_of_ours(f, make(), donate_argnums=0)
         segments = max(segments_of(program.as_text()))
-        assert segments >= (mib if operation in (*KEEPS_SHAPE, "tree") else mib // n) // 4
+        assert segments >= (mib if operation in (*cases.KEEPS_SHAPE, "tree") else mib // n) // 4
         compare = jax.jit(sharded(functools.partial(wrong, operation), mesh, P("x"), P("x")))
         handled = []
         for _ in range(4):

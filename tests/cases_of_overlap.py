@@ -10,22 +10,13 @@ import cases
 import jax
 import jax.numpy as jnp
 import numpy as np
+import overlapped_cases
 import pytest
 from cases import check, check_like, everywhere, line, put, sharded
 from jax import lax
 from jax.sharding import PartitionSpec as P
 from models import OF_LAX
-from overlapped_cases import (
-    ALL,
-    PLANS,
-    WGRAD,
-    both_gradients,
-    case,
-    check_in_poisoned_rings,
-    on_gpus,
-    overlapped,
-    zeros_and_ones,
-)
+from overlapped_cases import ALL, case, check_in_poisoned_rings, on_gpus, overlapped, zeros_and_ones
 from overlapped_cases import CASES as CASES
 
 import jax_intranode
@@ -145,35 +136,7 @@ def overlapped_sums_in_rank_order(dtype: str, plan: str) -> None:
     )
 
 
-@case(dtype=("bfloat16", "float16"), plan=("pieces", "fused", "direct"))
-def overlapped_sums_as_any_arrays(dtype: str, plan: str) -> None:
-    """The products are rounded and summed. 100 runs give the same bits."""
-    mesh = line()
-    n = mesh.size
-    x, w = cases.random(dtype, (n, 256 * n, 512), 1), cases.random(dtype, (n, 512, 264), 2)
-
-    def f(x: Any, w: Any) -> Any:
-        return jax_intranode.matmul_reduce_scatter(x[0], w[0], "x")[None]
-
-    arrays = [put(mesh, P("x"), v) for v in (x, w)]
-    program = overlapped(sharded(f, mesh, P("x"), P("x")), arrays, plan)
-    first = program(*arrays)
-    products = np.einsum("rmk,rkn->rmn", x.astype(np.float32), w.astype(np.float32))
-    want = products.astype(dtype).astype(np.float64).sum(0).reshape(n, 256, 264)
-    # A product between two representable values may be rounded to either: its own sum over K has
-    # another order.
-    ulp = 2.0 ** (-8 if dtype == "bfloat16" else -11)
-    largest = np.abs(products).max()
-    for shard in first.addressable_shards:
-        got = np.asarray(shard.data).astype(np.float64)
-        np.testing.assert_allclose(got, want[shard.index], rtol=0, atol=4 * n * ulp * largest)
-    before = [cases.bits(np.asarray(s.data)) for s in first.addressable_shards]
-    for _ in range(100):
-        again = [cases.bits(np.asarray(s.data)) for s in program(*arrays).addressable_shards]
-        assert all((a == b).all() for a, b in zip(before, again, strict=True))
-
-
-@case(rows=(1, 127, 129, 384), plan=("fused", "fused_224", "wgrad", *WGRAD))
+@case(rows=(1, 127, 129, 384), plan=("fused", "fused_224", "wgrad", *overlapped_cases.WGRAD))
 def overlapped_both_gradients(rows: int, plan: str) -> None:
     """Every axis, with and without batches; matrices of unequal width; rings full of NaN before."""
     mesh = line()
@@ -205,7 +168,7 @@ def overlapped_both_gradients(rows: int, plan: str) -> None:
 
         arrays = [put(mesh, P("x"), v.astype(dtype)) for v in (x, y, ct, *cts, *ws)]
         f = sharded(f, mesh, P("x"), P("x"))
-        program = both_gradients(f, arrays, plan, 3)
+        program = overlapped_cases.both_gradients(f, arrays, plan, 3)
         whole, whole_ct = np.concatenate(list(x), axis), np.concatenate(list(ct), axis)
         by_rank = sum(np.einsum("r...n,rkn->r...k", c, w) for c, w in zip(cts, ws, strict=True))
         by_x = np.stack(np.split(by_rank.sum(0), n, axis))
@@ -229,10 +192,11 @@ def small_gradients(lib: Any, x: Any, w: Any) -> Any:
     return (by_x + by_y[: x.shape[0]]) % 3, ((by_w + by_v) % 5 == 1).astype(w.dtype)
 
 
-@case(plan=("wgrad", *WGRAD))
+@case(plan=("wgrad", *overlapped_cases.WGRAD))
 def overlapped_gradients_with_delays(plan: str) -> None:
     """Each rank in turn is late. Every gradient feeds the next step."""
-    check_with_delays(small_gradients, lambda f, args: both_gradients(f, args, plan, 2))
+    compiled = overlapped_cases.both_gradients
+    check_with_delays(small_gradients, lambda f, args: compiled(f, args, plan, 2))
 
 
 def check_with_delays(step: Any, compiled: Any) -> None:
@@ -321,7 +285,7 @@ def overlapped_replayed(plan: str) -> None:
         def f(x: Any, w: Any) -> Any:
             v, u = x[0], w[0]
             for _ in range(4):
-                if PLANS[plan].wgrad:
+                if overlapped_cases.PLANS[plan].wgrad:
                     v, u = small_gradients(lib, v, u)
                 else:
                     v = small_layer(lib, v, u)
@@ -331,8 +295,8 @@ def overlapped_replayed(plan: str) -> None:
 
     arrays = [put(mesh, P("x"), v.astype(jnp.bfloat16)) for v in (x, w)]
     theirs = jax.jit(program(OF_LAX))(*arrays)
-    mine = both_gradients(program(jax_intranode), arrays, plan, 8)
-    calls = 16 if PLANS[plan].wgrad else 8
+    mine = overlapped_cases.both_gradients(program(jax_intranode), arrays, plan, 8)
+    calls = 16 if overlapped_cases.PLANS[plan].wgrad else 8
     counts = []
     for _ in range(12):
         check_like(mine(*arrays), theirs, 0)

@@ -13,12 +13,6 @@ from jax_intranode._src.selection import config
 pytestmark = pytest.mark.one_version
 
 
-def test_defaults() -> None:
-    assert config.parse({}) == config.Config(
-        disable=False, topology=None, slab_mib=None, timeout_s=1800.0, algorithm="auto"
-    )
-
-
 @pytest.mark.parametrize(
     "name", ["DISABLE", "TOPOLOGY", "SLAB_MIB", "TIMEOUT_S", "ALGORITHM", "STRICT"]
 )

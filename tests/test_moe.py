@@ -140,22 +140,20 @@ def test_arrays_without_elements(shape: tuple[int, int, int]) -> None:
     assert not any(map(np.any, found))
 
 
-@pytest.mark.parametrize("dtype", ["uint8", "int8", "int16"])
-def test_integers_of_any_kind(dtype: str) -> None:
+@pytest.mark.parametrize(
+    ("dtype", "none"),
+    [
+        *((dtype, EXPERTS + 1) for dtype in ("uint8", "int8", "int16")),
+        *(("int64", 2**32 + 1), ("int64", 1 - 2**32), ("uint64", 2**63)),
+    ],
+)
+def test_ids_of_any_kind(dtype: str, none: int) -> None:
+    """An id that no expert has is none, whatever its lowest 32 bits are."""
     x, ids, weights, factors = operands(13)
     wanted = dense(x, ids, weights, factors)
-    ids = jnp.where(ids < 0, EXPERTS + 1, ids).astype(dtype)  # an id that no expert has is none
-    assert_close(jax.jit(program(layer()))(x, ids, weights, factors), wanted)
-
-
-def test_ids_of_64_bits() -> None:
-    """An id that no expert has is none, whatever its lowest 32 bits are."""
-    x, ids, weights, factors = operands(15)
-    wanted = dense(x, ids, weights, factors)
     with jax.enable_x64(True):
-        for dtype, none in (("int64", 2**32 + 1), ("int64", 1 - 2**32), ("uint64", 2**63)):
-            far = jnp.where(ids < 0, jnp.asarray(none, dtype), ids.astype(dtype))
-            assert_close(jax.jit(program(layer()))(x, far, weights, factors), wanted)
+        ids = jnp.where(ids < 0, jnp.asarray(none, dtype), ids.astype(dtype))
+        assert_close(jax.jit(program(layer()))(x, ids, weights, factors), wanted)
 
 
 def test_outputs_of_another_length_and_dtype() -> None:

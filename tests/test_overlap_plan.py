@@ -69,23 +69,32 @@ def test_sums_that_do_not_fit_the_ring_come_in_rounds() -> None:
     assert Sizes(SCATTER, 1, 128, (8,), (1000,), 2).ring_bytes(128, 3) == 2 * 128 * 384
 
 
+FEW_BYTES = "bytes from peers; overlapping is faster from 12000000 bytes on"
+
+
 @pytest.mark.parametrize(
-    ("operation", "m", "k", "n", "world", "says"),
+    ("operation", "m", "k", "n", "options", "says"),
     [
-        (SCATTER, 8192, 1024, 8192, 2, "with these as matmuls after it"),
-        (GATHER, 8192, 8192, 2048, 4, "with these as matmuls after it"),
-        (SCATTER, 32768, 1024, 16384, 4, "anything but one launch of the kernel"),
-        (GATHER, 32768, 16384, 8192, 4, "anything but one launch of the kernel"),
-        (GATHER, 512, 4096, 1024, 4, "bytes from peers"),
-        (SCATTER, 32768, 512, 16256, 2, "wider tiles do not fit"),
+        (GATHER, 512, 4096, 7168, {}, FEW_BYTES),
+        (SCATTER, 1024, 3584, 4096, {}, "bytes from peers"),
+        (GATHER, 8192, 8190, 1024, {}, "multiples of 8"),
+        (SCATTER, 8192, 1024, 8188, {}, "multiples of 8"),
+        (GATHER, 0, 8192, 1024, {}, "no elements"),
+        (SCATTER, 8192, 0, 1024, {}, "no elements"),
+        # Both gradients as one call.
+        (SCATTER, 8192, 1024, 8192, {"wgrads": 1, "world": 2}, "with these as matmuls after it"),
+        (GATHER, 8192, 8192, 2048, {"wgrads": 1}, "with these as matmuls after it"),
+        (SCATTER, 32768, 1024, 16384, {"wgrads": 1}, "anything but one launch of the kernel"),
+        (GATHER, 32768, 16384, 8192, {"wgrads": 1}, "anything but one launch of the kernel"),
+        (GATHER, 512, 4096, 1024, {"wgrads": 1}, "bytes from peers"),
+        (SCATTER, 32768, 512, 16256, {"wgrads": 1, "world": 2}, "wider tiles do not fit"),
     ],
 )
-def test_weight_gradients_as_matmuls_after_it(
-    operation: str, m: int, k: int, n: int, world: int, says: str
+def test_what_is_not_overlapped(
+    operation: str, m: int, k: int, n: int, options: dict[str, int], says: str
 ) -> None:
-    reason = plan(operation, m, k, n, world=world, wgrads=1)
-    assert isinstance(reason, str)
-    assert says in reason
+    reason = plan(operation, m, k, n, **options)
+    assert isinstance(reason, str) and says in reason
 
 
 def test_fields_are_those_of_the_native_plan() -> None:
@@ -103,23 +112,6 @@ def test_kernel_takes_what_fits_the_ring() -> None:
     with choice.forced(Plan(tile_columns=256)):
         assert isinstance(plan(SCATTER, 8192, 3584, 8192, ring=64 << 20), str)
         assert plan(SCATTER, 8192, 3584, 8192) == Plan(tile_columns=256)
-
-
-@pytest.mark.parametrize(
-    ("operation", "m", "k", "n", "says"),
-    [
-        (GATHER, 512, 4096, 7168, "bytes from peers; overlapping is faster from 12000000 bytes on"),
-        (SCATTER, 1024, 3584, 4096, "bytes from peers"),
-        (GATHER, 8192, 8190, 1024, "multiples of 8"),
-        (SCATTER, 8192, 1024, 8188, "multiples of 8"),
-        (GATHER, 0, 8192, 1024, "no elements"),
-        (SCATTER, 8192, 0, 1024, "no elements"),
-    ],
-)
-def test_what_is_not_overlapped(operation: str, m: int, k: int, n: int, says: str) -> None:
-    reason = plan(operation, m, k, n)
-    assert isinstance(reason, str)
-    assert says in reason
 
 
 def test_sums_of_several_products() -> None:

@@ -2,21 +2,16 @@
 
 import dataclasses
 import json
-import types
 from unittest import mock
 
-import jax
-import jax.numpy as jnp
-import numpy as np
 import pytest
 from test_commands_on_gpus import Node
+from test_overlap_plan import GATHER, RING, SCATTER, plan
 from test_topology import SWITCH_LINK, bus_id, install
 
 from jax_intranode._src.command_line.bench import settings as of_bench
 from jax_intranode._src.group import agreed, rendezvous, topology
-from jax_intranode._src.group.partition import Partition
-from jax_intranode._src.native import definitions, extension
-from jax_intranode._src.ops import overlapped_call
+from jax_intranode._src.native import definitions
 from jax_intranode._src.selection import records
 from jax_intranode._src.selection.overlap import choice, profiles
 from jax_intranode._src.selection.overlap.plan import Plan
@@ -24,9 +19,6 @@ from jax_intranode._src.selection.overlap.profiles import H200, H200_FACTS, GpuF
 from jax_intranode._src.selection.overlap.sizes import Sizes
 
 pytestmark = pytest.mark.one_version
-
-GATHER, SCATTER = "all_gather_matmul", "matmul_reduce_scatter"
-RING = 512 << 20
 
 
 def facts(
@@ -52,20 +44,6 @@ HOPPERS = [
     facts("NVIDIA GH200 480GB", memory_tb_per_s=4.0),
     facts("NVIDIA H200 NVL", clock_mhz=1785, memory_tb_per_s=4.8),
 ]
-
-
-def plan_of(
-    profile: Profile | str,
-    operation: str,
-    m: int,
-    k: int,
-    n: int,
-    world: int = 4,
-    wgrads: int = 0,
-    ring: int = RING,
-) -> Plan | str:
-    sizes = Sizes(operation, 1, m // world, (k,), (n,), world)
-    return choice.choose(sizes, dtype="bfloat16", profile=profile, ring_bytes=ring, wgrads=wgrads)
 
 
 def scaled(of_one: GpuFacts) -> Profile:
@@ -103,11 +81,11 @@ def test_different_gpus_get_the_profile_of_the_slowest() -> None:
 
 
 def test_measured_constants_bring_no_pipeline_that_was_slower() -> None:
-    of_backward = (SCATTER, 32768, 8192, 16384, 2, 0)
+    of_backward = (SCATTER, 32768, 8192, 16384)
     measured = dataclasses.replace(scaled(facts("NVIDIA H100 80GB HBM3")), scaled_from="")
-    chosen = plan_of(measured, *of_backward)
+    chosen = plan(*of_backward, world=2, profile=measured)
     assert chosen == "the pipeline for reduce-scatters was slower on H100s"
-    chosen = plan_of(H200, *of_backward)
+    chosen = plan(*of_backward, world=2)
     assert isinstance(chosen, Plan) and not chosen.fused
 
 
@@ -120,7 +98,8 @@ def test_scaled_profiles_give_sensible_plans(of_one: GpuFacts) -> None:
         for operation in (GATHER, SCATTER):
             for m, k, n in of_bench.of_presets(["reference", "sweep"], operation, world):
                 for wgrads in (0, 1):
-                    chosen = plan_of(profile, operation, m, k, n, world, wgrads)
+                    of = {"world": world, "profile": profile, "wgrads": wgrads}
+                    chosen = plan(operation, m, k, n, **of)
                     if isinstance(chosen, str):
                         assert chosen.endswith("; model scaled from NVIDIA H200, not measured")
                         continue
@@ -188,29 +167,6 @@ def test_the_digest_covers_all_that_decides(monkeypatch: pytest.MonkeyPatch) -> 
     assert choice.digest() != digest
 
 
-def test_the_plan_is_lowered_as_one_dictionary(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With the types that the handler decodes."""
-    built, gpu = extension.module, types.SimpleNamespace(MATMUL_SCRATCH_BYTES=100)
-    monkeypatch.setattr(extension, "module", lambda name: gpu if name == "gpu" else built(name))
-    dtype = np.dtype(jnp.bfloat16)
-    request = overlapped_call.Request(
-        Sizes(SCATTER, 1, 16, (64,), (72,), 2), 0, (dtype, dtype), None, transposed=True
-    )
-    plan = Plan(tile_columns=192, direct=True)
-    call = overlapped_call.Overlapped(Partition((0, 1), 2), request, plan)
-    assert call.selection.reason.startswith("overlapped, fused kernel, tiles of 128 x 192")
-    operands = [jnp.ones(shape, dtype) for shape in ((32, 64), (72, 64))]
-    text = jax.jit(call).lower(*operands).as_text()
-    assert (
-        "plan = {band_pairs = 8 : i32, direct = true, first_pieces = 1 : i32, "
-        "last_pieces = 1 : i32, parts = 1 : i32, rounds = 1 : i32, "
-        "row_pairs_before_wgrad = 0 : i32, tile_columns = 192 : i32, wgrad = false, "
-        "wgrad_tiles_last = 0 : i32}"
-    ) in text
-    assert "wgrads = 0 : i32" in text
-    assert "-> (tensor<16x72xbf16>, tensor<100xui8>)" in text
-
-
 def test_the_processes_of_a_mesh_agree_on_a_profile() -> None:
     """It follows from what all of them have said, in whatever order."""
     ours, theirs = facts("NVIDIA H20", sms=78), facts("NVIDIA H100 80GB HBM3")
@@ -218,21 +174,15 @@ def test_the_processes_of_a_mesh_agree_on_a_profile() -> None:
     def met(*of_processes: GpuFacts) -> agreed.Rendezvous:
         record = agreed.Rendezvous({}, "gpu", "multi")
         hellos = [
-            {
-                "matmuls": 130000,
-                "devices": [{"id": i, "links": None, "facts": dataclasses.asdict(of_one)}],
-            }
+            {"matmuls": 130000, "devices": [{"id": i, "links": None, "facts": vars(of_one)}]}
             for i, of_one in enumerate(of_processes)
         ]
         record.reason_for_no_matmuls = rendezvous._reason_for_no_matmuls(record, hellos)
         return record
 
     both = met(ours, theirs)
-    assert both.reason_for_no_matmuls is None
-    assert isinstance(both.shipped_profile, Profile)
+    assert both.reason_for_no_matmuls is None and isinstance(both.shipped_profile, Profile)
     assert both.shipped_profile == met(theirs, ours).shipped_profile
     assert met(H200_FACTS, H200_FACTS).shipped_profile is H200
-    without = met(H200_FACTS, facts("NVIDIA B200", capability=(10, 0)))
-    assert (
-        without.reason_for_no_matmuls == without.shipped_profile == "not measured on blackwell GPUs"
-    )
+    without, says = met(H200_FACTS, facts("NVIDIA B200")), "not measured on blackwell GPUs"
+    assert without.reason_for_no_matmuls == without.shipped_profile == says

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import itertools
+from typing import Any
 
 import numpy as np
 import pytest
@@ -232,29 +233,18 @@ def test_segments_fit_and_are_no_more_than_needed(setup: tuple[str, str], operat
 
 
 def test_digest_changes_with_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
-    digest = select.digest()
-    assert digest == select.digest()
-    setup = ("hopper", "multi", "psum", "bare")
-    rows = table.TABLE[*setup, 8]
-    other = [
-        {**table.TABLE, (*setup, 8): rows[:-1]},
-        {**table.TABLE, (*setup, 3): rows},
-        *(
-            {**table.TABLE, (*setup, 8): (dataclasses.replace(rows[0], **changed), *rows[1:])}
-            for changed in (
-                {"nbytes": rows[0].nbytes + 1},
-                {"algorithm": "two_shot"},
-                {"threads": 64},
-                {"blocks": 1},
-                {"segment_bytes": 1},
-            )
-        ),
-    ]
-    digests = {digest}
-    for changed in other:
-        monkeypatch.setattr(table, "TABLE", changed)
+    key = ("hopper", "multi", "psum", "bare", 8)
+    first, *rest = table.TABLE[key]
+    fields: dict[str, Any] = dict.fromkeys(("nbytes", "threads", "blocks", "segment_bytes"), 1)
+    fields |= {"algorithm": "two_shot", "measured": False}
+    assert {field.name for field in dataclasses.fields(first)} == fields.keys()
+    changed = [{key: (dataclasses.replace(first, **{k: v}), *rest)} for k, v in fields.items()]
+    digests = set()
+    for change in ({}, {}, {key: rest}, {(*key[:-1], 3): rest}, *changed):
+        monkeypatch.setattr(table, "TABLE", table.TABLE | change)
         digests.add(select.digest())
-    assert len(digests) == 1 + len(other)
+        monkeypatch.undo()
+    assert len(digests) == 3 + len(changed)
 
 
 def test_a_group_takes_the_rows_of_the_next_larger_one() -> None:

@@ -74,27 +74,23 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
     assert str(path) in str(read) and read.digest in str(read)
 
 
-def test_digest_is_of_what_decides(tmp_path: Path) -> None:
-    digests = []
-    gpu = ("gpu", H200.name)
-    row = dataclasses.replace(ROW, threads=64)
-    for number, fields in enumerate(
-        [
-            fields_of(all_keys(rows=(row,)), *gpu),
-            fields_of(all_keys(rows=(dataclasses.replace(row, nbytes=4097),)), *gpu),
-            fields_of(all_keys(rows=()), *gpu),
-            fields_of(all_keys(rows=(row,)), "gpu", "NVIDIA H100"),
-            fields_of(all_keys(rows=(row,)), *gpu, H200),
-            fields_of(all_keys(rows=(row,)), *gpu, dataclasses.replace(H200, sms=131)),
-        ]
-    ):
-        path = tmp_path / f"{number}.json"
-        tuning.write(path, fields)
-        digests.append(tuning.read(str(path)).digest)
-        other_day = tmp_path / f"{number}-later.json"
-        tuning.write(other_day, fields | {"date": "2027-01-01", "seconds": 5})
-        assert tuning.read(str(other_day)).digest == digests[-1]
-    assert len(set(digests)) == len(digests)
+def test_digest_is_of_what_decides(file: Path) -> None:
+    def digest(of: table.Row | None = ROW, profile: Profile | None = H200, **others: Any) -> str:
+        fields = fields_of(all_keys(rows=(of,) if of else ()), "gpu", H200.name, profile)
+        tuning.write(file, fields | others)
+        return tuning.read(str(file)).digest
+
+    found = [
+        digest(),
+        digest(dataclasses.replace(ROW, nbytes=4097)),
+        digest(dataclasses.replace(ROW, threads=64)),
+        digest(None),
+        digest(device="NVIDIA H100", profile=None),
+        digest(profile=None),
+        digest(profile=dataclasses.replace(H200, sms=131)),
+    ]
+    assert len(set(found)) == len(found)
+    assert digest(date="2027-01-01", seconds=5) == found[0]
 
 
 # What is said of a content that is not the one that was measured.

@@ -7,16 +7,12 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-import ml_dtypes
-import numpy as np
 import pytest
 from devices import need_devices
 
 from jax_intranode import __main__ as command_line
 from jax_intranode._src.command_line.bench.settings import Settings
 from jax_intranode._src.command_line.launcher.runs import SINGLE_PROCESS
-
-BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 
 
 def settings_of(name: str, **changes: Any) -> Settings:
@@ -40,12 +36,6 @@ def mesh_of_two() -> jax.sharding.Mesh:
     need_devices(2)
     return jax.make_mesh(
         (2,), ("x",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:2]
-    )
-
-
-def matmul_settings(name: str, backward: bool, **changes: Any) -> Settings:
-    return settings_of(
-        name, shapes=[[32, 16, 24]], backward=backward, iterations=2, warmup_iterations=0, **changes
     )
 
 

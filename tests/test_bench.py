@@ -33,20 +33,15 @@ pytestmark = pytest.mark.one_version
 
 def stand_in(library: Any, mesh: jax.sharding.Mesh) -> tuple[Callable[..., Any], tuple[Any, ...]]:
     """A program with two arguments. Only lax's version has an error."""
-    error = 1e-3 if library is jax.lax else 0.0
+    error, spec = 1e-3 if library is jax.lax else 0.0, PartitionSpec("x")
 
+    @jax.jit
+    @jax.shard_map(mesh=mesh, in_specs=(spec, spec), out_specs=(spec, spec), check_vma=False)
     def step(x: jax.Array, y: jax.Array) -> tuple[jax.Array, jax.Array]:
         return library.psum(x, "x") / 2 + error, y
 
-    spec = PartitionSpec("x")
-    program = jax.shard_map(
-        step, mesh=mesh, in_specs=(spec, spec), out_specs=(spec, spec), check_vma=False
-    )
     sharding = jax.sharding.NamedSharding(mesh, spec)
-    return jax.jit(program), (
-        jax.device_put(jnp.ones(8), sharding),
-        jax.device_put(jnp.zeros(8), sharding),
-    )
+    return step, tuple(jax.device_put(v, sharding) for v in (jnp.ones(8), jnp.zeros(8)))
 
 
 def test_program(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -55,9 +50,8 @@ def test_program(monkeypatch: pytest.MonkeyPatch) -> None:
     assert row["difference"] == pytest.approx(1e-3, rel=0.01)
     assert row["ratio"] == pytest.approx(row["lax_time_us"] / row["time_us"])
     assert row["time_p99_us"] >= row["time_us"] > 0
-    cells = report.line(measure_program.TABLE, row).split()
-    assert cells[0] == "stand_in"
-    assert "1.0e-03" in cells
+    first, *cells = report.line(measure_program.TABLE, row).split()
+    assert first == "stand_in" and "1.0e-03" in cells
 
 
 def test_difference_of_infinite_values() -> None:
@@ -79,64 +73,63 @@ def documented(kind: str) -> set[str]:
     return set(re.findall("`([a-z0-9_]+)`", "".join(keys)))
 
 
-@pytest.mark.parametrize(
-    ("name", "leaves", "dtype"),
-    [
-        ("psum", 1, "bfloat16"),
-        full("psum_scatter+all_gather", 3, "int32"),
-        full("pmean", 1, "float16"),
-        full("psum_scatter", 1, "int32"),
-        full("all_gather", 1, "int16"),
-    ],
-)
-def test_both_modes_on_the_cpu(
-    name: str, leaves: int, dtype: str, tmp_path: Path, run_here: RunHere
-) -> None:
-    file = tmp_path / "rows.json"
-    code, out, err = run_here(
-        f"bench {name} -b 1K -e 4K -d {dtype} --leaves {leaves} --platform cpu --devices 2 -n 2 "
-        f"-w 1 --chain 2 -T 240 --latency-hiding off --json {file}"
-    )
-
+def measured(
+    run_here: RunHere, command: str, file: Path
+) -> tuple[str, dict[str, Any], list[dict[str, Any]]]:
+    """The output of a run with two CPU devices, and the header and the rows of its file."""
+    code, out, err = run_here(f"{command} --platform cpu --devices 2 --json {file}")
     assert code == 0, out + err
-    assert "# wrong elements: 0 OK" in out
+    assert "# wrong elements: 0 OK" in out or "tools" in command
     assert "\r" not in err
     written = json.loads(file.read_text())
-    assert list(written) == ["version", "header", "rows", "peers"]
-    assert written["version"] == 2
+    assert (list(written), written["version"]) == (["version", "header", "rows", "peers"], 2)
     assert written["peers"] == {"versions": [], "rows": []}
-    header = written["header"]
-    assert {header[key] for key in ("operation", "mode")} == {name, "both"}
-    assert (header["devices"], header["leaves"], header["chain"]) == (2, leaves, 2)
-    assert (header["iterations"], header["warmup_iterations"]) == (2, 1)
-    assert header["command"].startswith(f"python -m jax_intranode bench {name} -b 1K -e 4K -d ")
+    return out, written["header"], written["rows"]
+
+
+# An operation, arrays, the dtype, algorithms of ours, busbw / algbw, and the largest error.
+COLLECTIVES = [
+    ("psum", 1, "bfloat16", RECORDS["psum"].in_order, 1.0, 2.0**-7),
+    full("psum_scatter+all_gather", 3, "int32", ("push",), 1.0, None),
+    full("psum_scatter", 1, "float16", ("reduce_scatter",), 0.5, 2.0**-10),
+    full("all_gather", 1, "int16", ("all_gather",), 0.5, None),
+]
+
+
+@pytest.mark.parametrize(
+    ("name", "leaves", "dtype", "algorithms", "factor", "most"), COLLECTIVES, ids=str
+)
+def test_both_modes_on_the_cpu(
+    name: str,
+    leaves: int,
+    dtype: str,
+    algorithms: tuple[str, ...],
+    factor: float,
+    most: float | None,
+    tmp_path: Path,
+    run_here: RunHere,
+) -> None:
+    words = f"bench {name} -b 1K -e 4K -d {dtype} --leaves {leaves} -n 2 -w 1 --chain 2"
+    out, header, rows = measured(run_here, f"{words} --latency-hiding off", tmp_path / "rows.json")
+    known = {"operation": name, "mode": "both", "devices": 2, "leaves": leaves, "chain": 2}
+    known |= {"iterations": 2, "warmup_iterations": 1, "jax_intranode": jax_intranode.__version__}
+    assert header | known == header
+    assert header["command"].startswith(f"python -m jax_intranode {words}")
     assert "--json" not in header["command"]
     assert "latency_hiding_scheduler=false" in header["xla_flags"]  # as the ranks see it
-    assert header["jax_intranode"] == jax_intranode.__version__
-    rows = written["rows"]
     fell_back = any(row["algorithm"] == "lax" for row in rows)
     assert ("# fell back to jax.lax: " in out) == fell_back
-    assert [(row["mode"], row["size"]) for row in rows] == [
-        (mode, size) for mode in MODES for size in (1024, 4096)
-    ]
-    algorithms = {
-        "psum_scatter+all_gather": ("push",),
-        "psum_scatter": ("reduce_scatter",),
-        "all_gather": ("all_gather",),
-    }.get(name, RECORDS["psum"].in_order)
-    eps = {"bfloat16": 2.0**-7, "float16": 2.0**-10, "float32": 2.0**-23}
-    factor = 0.5 if name in ("psum_scatter", "all_gather") else 1.0
+    assert [(r["mode"], r["size"]) for r in rows] == [(m, s) for m in MODES for s in (1024, 4096)]
     for row in rows:
         assert set(row) == documented("collective")
-        assert row["count"] * np.dtype(jnp.dtype(dtype)).itemsize == row["size"]
-        assert row["dtype"] == dtype
+        assert row["count"] * jnp.dtype(dtype).itemsize == row["size"] and row["dtype"] == dtype
         # In one process the larger size falls back to jax.lax.
         assert row["algorithm"] in algorithms or (row["mode"], row["size"]) == (MODES[1], 4096)
         assert row["operations"] == (6 if leaves == 3 else 1)
         assert row["wrong"] == row["lax_wrong"] == 0
-        if dtype in eps and name != "all_gather":
+        if most:
             # The error is 0 where float32 represents the sums exactly.
-            assert 0 <= row["error"] < eps[dtype] / 2 and 0 <= row["lax_error"] < eps[dtype]
+            assert 0 <= row["error"] < most / 2 and 0 <= row["lax_error"] < most
         else:
             assert row["error"] is row["lax_error"] is None
         assert row["graph_time_us"] is row["graph_time_p99_us"] is row["graph_wrong"] is None
@@ -147,38 +140,31 @@ def test_both_modes_on_the_cpu(
             assert row["ratio"] == pytest.approx(row["lax_time_us"] / row["time_us"])
 
 
-@pytest.mark.parametrize(
-    ("name", "options", "algorithms"),
-    [
-        full("all_gather_matmul", "--shapes 32,16,24 --mode both", ("all_gather",)),
-        (
-            "matmul_reduce_scatter",
-            f"--shapes 32,16,24 --backward -d float16 --mode {MODES[1]}",
-            ("all_gather",),
-        ),
-        full("matmul_all_reduce", "--settle 1", RECORDS["psum"].in_order),
-    ],
-)
+SHAPES = ([32, 16, 24],)
+MATMULS = [
+    full("all_gather_matmul --shapes 32,16,24 --mode both", MODES, SHAPES, ["all_gather"]),
+    (
+        f"matmul_reduce_scatter --shapes 32,16,24 --backward -d float16 --mode {MODES[1]}",
+        *(MODES[1:], SHAPES, ["all_gather"]),
+    ),
+    full(
+        f"matmul_all_reduce --settle 1 --mode {MODES[0]}",
+        *(MODES[:1], ([32, 32, 48], [128, 64, 32]), RECORDS["psum"].in_order),
+    ),
+]
+
+
+@pytest.mark.parametrize(("command", "modes", "shapes", "algorithms"), MATMULS)
 def test_matmuls_on_the_cpu(
-    name: str, options: str, algorithms: tuple[str, ...], tmp_path: Path, run_here: RunHere
+    command: str, modes: Any, shapes: Any, algorithms: Any, tmp_path: Path, run_here: RunHere
 ) -> None:
-    file = tmp_path / "rows.json"
-    code, out, err = run_here(
-        f"bench {name} --mode {MODES[0]} {options} --platform cpu --devices 2 -n 1 -w 0 --chain 1 "
-        f"-T 240 --json {file}"
+    out, header, rows = measured(
+        run_here, f"bench {command} -n 1 -w 0 --chain 1", tmp_path / "rows.json"
     )
-    assert code == 0, out + err
-    assert "# wrong elements: 0 OK" in out
-    written = json.loads(file.read_text())
-    backward = "--backward" in options
-    assert written["version"] == 2
-    assert written["header"]["operation"] == name and written["header"]["backward"] is backward
-    settles = "--settle" in options
-    assert written["header"]["settle_ms"] == (1 if settles else 0)
+    name, backward, settles = command.split()[0], "--backward" in command, "--settle" in command
+    known = {"operation": name, "backward": backward, "settle_ms": int(settles)}
+    assert header | known == header
     assert (", each after 1 ms of untimed calls;" in out) is settles
-    rows = written["rows"]
-    modes = MODES if "both" in options else MODES[1:] if MODES[1] in options else MODES[:1]
-    shapes = [[32, 16, 24]] if "--shapes" in options else [[32, 32, 48], [128, 64, 32]]
     assert [(row["mode"], [row[key] for key in "mkn"]) for row in rows] == [
         (mode, shape) for mode in modes for shape in shapes
     ]
@@ -194,12 +180,9 @@ def test_matmuls_on_the_cpu(
 @pytest.mark.full
 @pytest.mark.parametrize("name", programs.PROGRAMS)
 def test_whole_programs_on_the_cpu(name: str, tmp_path: Path, run_here: RunHere) -> None:
-    command = f"{name} --platform cpu --mode single-process --devices 2 -n 1 -w 0 --chain 1"
-    code, out, err = run_here(f"tools/bench.py {command} --json {tmp_path}/rows.json")
-    assert code == 0, out + err
-    written = json.loads((tmp_path / "rows.json").read_text())
-    assert written["header"]["command"] == f"python tools/bench.py {command}"
-    (row,) = written["rows"]
+    command = f"tools/bench.py {name} --mode single-process -n 1 -w 0 --chain 1"
+    _, header, (row,) = measured(run_here, command, tmp_path / "rows.json")
+    assert header["command"] == f"python {command} --platform cpu --devices 2"
     assert set(row) == documented("program")
     assert row["program"] == name and row["handler_calls"] > 0
     assert row["difference"] < 0.1

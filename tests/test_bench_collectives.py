@@ -1,5 +1,6 @@
-"""How the benchmark checks and times collectives."""
+"""How the benchmark checks and times collectives and collective matmuls."""
 
+import re
 from typing import Any
 
 import jax
@@ -7,15 +8,17 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-from bench_settings import BFLOAT16, mesh_of_two
+from bench_settings import mesh_of_two, settings_of
 from jax.sharding import PartitionSpec
 
 import jax_intranode
 from jax_intranode._src import operations
-from jax_intranode._src.command_line.bench import collectives, oracle, timing
-from jax_intranode._src.command_line.bench.operations import OPERATIONS
+from jax_intranode._src.command_line.bench import collectives, matmuls, oracle, timing
+from jax_intranode._src.command_line.bench.operations import MATMULS, OPERATIONS, Shape
 
 pytestmark = pytest.mark.one_version
+
+BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 
 # The oracle.
 
@@ -59,17 +62,19 @@ def test_oracle_of_each_operation() -> None:
     assert oracle.Collective(OPERATIONS["psum"], 4, 64, np.dtype(np.int8)).tolerance is None
 
 
-def test_count_wrong_compares_bits() -> None:
-    expected = np.array([1.0, 0.0, np.nan, 2.0], np.float32)
-    assert oracle.count_wrong(expected.copy(), expected, None) == 0
-    got = np.array([np.nextafter(np.float32(1), np.float32(2)), -0.0, -np.nan, 2.0], np.float32)
-    assert oracle.count_wrong(got, expected, None) == 2
+NAN, AFTER_1 = np.nan, np.nextafter(np.float32(1), np.float32(2))
 
 
-def test_count_wrong_with_a_tolerance() -> None:
-    expected = np.array([1.0, 1.0, 1.0], np.float32)
-    got = np.array([1.05, 1.2, np.nan], np.float32)
-    assert oracle.count_wrong(got, expected, np.full(3, 0.1)) == 2
+@pytest.mark.parametrize(
+    ("got", "expected", "tolerance", "wrong"),
+    [
+        ([1.0, 0.0, NAN, 2.0], [1.0, 0.0, NAN, 2.0], None, 0),
+        ([AFTER_1, -0.0, -NAN, 2.0], [1.0, 0.0, NAN, 2.0], None, 2),  # by their bits
+        ([1.05, 1.2, NAN], [1.0, 1.0, 1.0], np.full(3, 0.1), 2),
+    ],
+)
+def test_count_wrong(got: Any, expected: Any, tolerance: Any, wrong: int) -> None:
+    assert oracle.count_wrong(np.float32(got), np.float32(expected), tolerance) == wrong
 
 
 def test_count_wrong_on_devices_compares_each_devices_part() -> None:
@@ -109,3 +114,42 @@ def test_links_of_a_chain_fit(name: str) -> None:
         "ppermute": [second, first],
     }[name]
     assert np.array_equal(got, 0.5 * np.ravel(wanted))
+
+
+# Matmuls.
+
+
+def test_wrong_matmul_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = jax_intranode.all_gather_matmul
+
+    def wrong(x: Any, w: Any, axis: str, return_gathered: bool = False) -> Any:
+        product, whole = right(x, w, axis, return_gathered=True)
+        product = product.at[3, 5].add(100)
+        return (product, whole.at[0, 0].add(1)) if return_gathered else product
+
+    monkeypatch.setattr(jax_intranode, "all_gather_matmul", wrong)
+    settings = settings_of("all_gather_matmul", iterations=2, warmup_iterations=0, chain=1)
+    row, _ = matmuls.measure(settings, mesh_of_two(), "bfloat16", Shape(32, 16, 24))
+    # On each of 2 devices one element is wrong in the product, in the product next to the gathered
+    # x, and in the gathered x; and the first one again if it is in the sample.
+    assert row["wrong"] in (6, 8)
+    assert row["lax_wrong"] == 0
+
+
+@pytest.mark.parametrize("backward", [False, True])
+def test_calls_of_a_matmul_chain_remain(backward: bool) -> None:
+    """XLA keeps all calls of a chain, in a row, on an operand that is changed in place."""
+    mesh, matmul = mesh_of_two(), MATMULS["all_gather_matmul"]
+    data = oracle.make(matmul, Shape(32, 16, 24), np.dtype(np.float32), mesh)
+    call = matmuls._call(mesh, matmul.lax, backward, data)
+    chain = matmuls.chain(mesh, call, 3)
+    text = chain.program.lower(chain.moving, *chain.fixed).compile().as_text()
+    assert len(re.findall(r" dot\(", text)) == 3 * (2 if backward else 1)
+    collective = "reduce-scatter" if backward else "all-gather"
+    assert len(re.findall(rf" {collective}\(", text)) == 3
+    rows, columns = call.moving.shape
+    assert not re.findall(rf"f32\[{rows // 2},{columns}\]\S* copy\(", text)
+    before = np.asarray(call.moving)
+    after = np.asarray(chain.run())
+    changed = np.argwhere(before != after).tolist()
+    assert changed == [[0, 0], [rows // 2, 0]]

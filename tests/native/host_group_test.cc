@@ -13,6 +13,7 @@
 #include "xla_ffi/host/host_group.h"
 
 #include <algorithm>
+#include <array>
 #include <atomic>
 #include <barrier>
 #include <bit>
@@ -374,13 +375,8 @@ void Sound(int ranks, int processes, int rounds) {
 Ticket ArriveWith(jin::HostGroup& group, int rank, int site, size_t bytes = 400,
                   jin::HostGroup::Operation operation = {jin::Algorithm::kOneShot,
                                                          jin::ElementType::kF32}) {
-  static std::mutex mutex;
-  static auto& all = *new std::deque<std::vector<char>>;  // never moves its elements
-  char* data;
-  {
-    std::lock_guard lock(mutex);
-    data = all.emplace_back(bytes).data();
-  }
+  static auto& all = *new std::deque<std::vector<char>>;
+  char* const data = all.emplace_back(bytes).data();
   jin::Buffers buffers;
   buffers.Append({data, data, bytes});
   return group.Arrive(rank, site, operation, buffers);
@@ -496,15 +492,14 @@ void LostAfterItsData() {
   Require(error.empty(), "a call that had all data: " + error);
 }
 
-// Rank 0 waits at the first site, and rank 1 at the second one, at which rank 0 may have arrived,
-// too: then that is no mismatch, but rank 1 is late in the first. (What both are told when they are
-// processes: tests/multiprocess.)
+// Rank 0 waits at the first site, and rank 1 at the second one, at which rank 0 may have arrived
+// next: then that is no mismatch, but rank 1 is late in the first. (What both are told when they
+// are processes: tests/multiprocess.)
 void Mismatch(int processes, bool same_calls) {
   const jin::Regions regions(2, kEpochBufferBytes);
   const Groups groups = GroupsOf(regions, processes, kLimit);
   TestMonitor monitor(groups);
-  const Ticket waiting = ArriveWith(*groups[0], 0, 0);
-  if (same_calls) ArriveWith(*groups[0], 0, 1);
+  const Ticket waiting = ArriveWith(*groups[0], 0, 0), next = ArriveWith(*groups[0], 0, same_calls);
   ArriveWith(*groups.back(), 1, 1);
   Settle(groups);
   monitor.Pass(kLimit);
@@ -512,37 +507,9 @@ void Mismatch(int processes, bool same_calls) {
   RequireText(error, {"timed out", "waited for " + NameOf(1)});
   const bool is_mismatch = error.find("which waits in another operation: psum") != error.npos;
   Require(is_mismatch != same_calls, error);
+  Require(AwaitByThen(*groups[0], next) == error, "a call that waits behind: " + next->Error());
   const auto reason = groups[0]->TakeFailures().at(0).reason;
   Require((reason == jin::FailureReason::kMismatch) != same_calls, "the reason of a failure");
-}
-
-// Fail() while ranks arrive: every ticket is completed, by a result or by the error.
-void Fails() {
-  for (int attempt = 0; attempt < 20; ++attempt) {
-    const jin::Regions regions(4, kEpochBufferBytes);
-    const Groups groups = GroupsOf(regions, 2, kNever);
-    std::atomic<bool> go{false};
-    std::vector<std::thread> threads;
-    for (int r = 0; r < 4; ++r) {
-      threads.emplace_back([&, r] {
-        jin::HostGroup& group = *groups[r / 2];
-        std::vector<Ticket> tickets;
-        for (int k = 0; k < 100; ++k) {
-          if (k == 20) go = true;
-          tickets.push_back(ArriveWith(group, r, k));
-        }
-        for (const Ticket& ticket : tickets) {
-          const std::string error = AwaitByThen(group, ticket);
-          Require(error.empty() || error == "ended", error);
-        }
-      });
-    }
-    while (!go) std::this_thread::yield();
-    std::this_thread::sleep_for(std::chrono::microseconds(attempt * 50));
-    for (const auto& group : groups) group->Fail("ended");
-    for (const auto& group : groups) group->Fail("a later failure");
-    for (std::thread& t : threads) t.join();
-  }
 }
 
 // A body of a user waits for a rank that does not come, or that the group does not have, and is
@@ -607,19 +574,14 @@ void Others() {
   Behind();
   DeadlineAmidSegments();
   LostAfterItsData();
-  // Over processes: the follower, then the leader is missing; then a rank of three.
-  Deadline(2, 2, 1);
-  Deadline(2, 2, 0);
-  Deadline(3, 3, 1);
-  // In one process.
-  Deadline(2, 1, 0);
-  Deadline(4, 1, 2);
+  // Over processes: the follower, then the leader is missing; then a rank of three. In one process.
   // Two ranks a process, one of which is missing in the first or the second.
-  Deadline(4, 2, 1);
-  Deadline(4, 2, 2);
+  for (const auto& [ranks, processes, missing] : std::vector<std::array<int, 3>>{
+           {2, 2, 1}, {2, 2, 0}, {3, 3, 1}, {2, 1, 0}, {4, 1, 2}, {4, 2, 1}, {4, 2, 2}}) {
+    Deadline(ranks, processes, missing);
+  }
   for (const int processes : {1, 2}) Mismatch(processes, false);
   Mismatch(2, true);
-  Fails();
   Bodies();
   Sites();
 }

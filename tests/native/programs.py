@@ -39,7 +39,7 @@ class Program:
 PROGRAMS = {
     # Ranks, calls.
     "protocol_test": Program(
-        quick="2 300, 3 200, 4 100, 8 60, 3 300 permutes, 2 300 ragged, 3 300 experts, offsets",
+        quick="2 300, 3 200, 4 100, 8 60, 3 500 permutes, 2 300 ragged, 3 300 experts, offsets",
         full="2 2000, 3 1500, 4 1000, 8 400, 2 2000 permutes, 8 400 permutes, "
         "2 2000 ragged, 8 400 ragged, 2 2000 experts, 8 400 experts",
         sanitized=True,

@@ -7,7 +7,7 @@
 //   protocol_test [RANKS CALLS [permutes|ragged|experts]]
 //   protocol_test offsets
 //
-// "offsets" runs the last segment of messages of more than 4 GiB, of which no other part exists.
+// "offsets" moves the last words of messages of more than 4 GiB, of which no other part exists.
 // Permutes have regions of their own; with "permutes", "ragged" or "experts" there are no other
 // calls. Hybrid cube meshes and sums of few rows, whose threads do not wait for each other, are
 // left to collectives_model.cc and host_group_test.cc.
@@ -449,63 +449,26 @@ std::shared_ptr<char> Sparse(size_t bytes) {
   return {static_cast<char*>(at), [bytes](char* memory) { munmap(memory, bytes); }};
 }
 
-// Two ranks run the last segment of a message.
-template <class Body, class Call>
-void LastSegment(jin::Algorithm algorithm, size_t bytes, const jin::Regions& regions) {
-  constexpr int kRanks = 2;
+// The last words of a message, in each of two shards, go through its last segment.
+template <class Call>
+void LastSegment(size_t bytes) {
   constexpr uint32_t kSegments = 1 << 20;
-  const Plan plan{.algorithm = algorithm, .floating = true, .bytes = bytes, .segments = kSegments};
-  const size_t packs = jin::SegmentPacks(algorithm, jin::PacksOf(bytes), kRanks, kSegments);
-  const uint32_t last = static_cast<uint32_t>((jin::PacksOf(bytes) - 1) / packs);
-  const size_t first_word = last * packs * 4, words = bytes / 4;
-  std::shared_ptr<char> in[kRanks], out[kRanks];
-  BlockMemory blocks[kRanks];
-  // For each word of the segment, in each shard.
-  const auto for_each = [&](size_t shards, const auto& act) {
-    for (size_t s = 0; s < shards; ++s) {
-      for (size_t i = s * words + first_word; i < (s + 1) * words; ++i) act(i);
-    }
-  };
-  for (int r = 0; r < kRanks; ++r) {
-    const size_t in_shards = jin::InputShards(algorithm, kRanks);
-    in[r] = Sparse(in_shards * bytes);
-    out[r] = Sparse(jin::OutputShards(algorithm, kRanks) * bytes);
-    for_each(in_shards, [&](size_t i) {
-      const uint32_t value = Value(r, 0, i, true);
-      memcpy(in[r].get() + 4 * i, &value, 4);
-    });
+  const auto in = Sparse(2 * bytes), out = Sparse(2 * bytes);
+  const size_t all = jin::PacksOf(bytes);
+  const size_t packs = jin::SegmentPacks(jin::Algorithm::kTwoShot, all, 2, kSegments);
+  const auto last = static_cast<uint32_t>((all - 1) / packs);
+  const jin::InSegments<Call> call{{in.get(), out.get(), bytes}, packs, kSegments};
+  const auto segment = call.At(last);
+  const size_t pack = all - 1 - last * packs;
+  for (const int shard : {0, 1}) {
+    const size_t word = (shard + 1) * bytes / 4 - 1;
+    const uint32_t value = 7 + shard;
+    memcpy(in.get() + 4 * word, &value, 4);
+    segment.OutputOf(shard).Store(pack, segment.InputOf(shard).Load(pack));
+    wrong += WordAt(out.get(), word) != value;
   }
-  InThreads(kRanks, kThreads, [&](int r, int t) {
-    Jitter jitter(r * 10 + t);
-    const TestGroup group = GroupOf(regions, r);
-    HostThread thread{t, 0, 1, &jitter, &blocks[r]};
-    const jin::InSegments<Call> call{{in[r].get(), out[r].get(), bytes}, packs, kSegments};
-    const uint32_t epoch = jin::Begin(thread, group);
-    for (int phase = 0; phase < Body::kPhases; ++phase) {
-      Body::RunPhase(phase, thread, group, call.At(last), epoch);
-    }
-    jin::End(thread, group, epoch);
-  });
-  for (int r = 0; r < kRanks; ++r) {
-    for_each(jin::OutputShards(algorithm, kRanks), [&](size_t i) {
-      wrong += WordAt(out[r].get(), i) != Expected(plan, kRanks, r, 0, i);
-    });
-  }
-}
-
-void Offsets() {
-  const jin::Regions regions(2, kEpochBufferBytes);
-  // Not a multiple of a pack; and one of everything, for the buffers that need it.
-  constexpr size_t kAny = (size_t{6} << 30) + 20, kWhole = size_t{6} << 30;
-  using enum jin::Algorithm;
-  using jin::F32, jin::Buffer, jin::AlignedBuffer;
-  LastSegment<jin::TwoShot<F32, 2>, Buffer>(kTwoShot, kAny, regions);
-  LastSegment<jin::TwoShot<F32, 0>, AlignedBuffer>(kTwoShot, kWhole, regions);
-  LastSegment<jin::ReduceScatter<F32, 2>, AlignedBuffer>(kReduceScatter, kWhole, regions);
-  LastSegment<jin::ReduceScatter<F32, 0>, Buffer>(kReduceScatter, kAny, regions);
-  LastSegment<jin::AllGather<F32, 2>, AlignedBuffer>(kAllGather, kWhole, regions);
-  LastSegment<jin::AllGather<F32, 0>, Buffer>(kAllGather, kAny, regions);
-  LastSegment<jin::AllToAll<F32, 2>, Buffer>(kAllToAll, kAny, regions);
+  segment.Store(pack - 1, segment.Load(pack));
+  wrong += WordAt(out.get(), (all - 2) * 4 + (bytes / 4 - 1) % 4) != 7;
 }
 
 void Sound(int ranks, int calls, const std::string& mode) {
@@ -601,7 +564,8 @@ void Sound(int ranks, int calls, const std::string& mode) {
 int main(int argc, char** argv) {
   const std::string mode = argc > 1 ? argv[argc - 1] : "";
   if (mode == "offsets") {
-    Offsets();
+    LastSegment<jin::Buffer>((size_t{6} << 30) + 20);  // the last pack is not full
+    LastSegment<jin::AlignedBuffer>(size_t{6} << 30);
   } else {
     Sound(argc > 2 ? atoi(argv[1]) : 4, argc > 2 ? atoi(argv[2]) : 200, mode);
   }

@@ -98,17 +98,8 @@ class Sequence : public model::RegionsModel {
 
   template <class T>
   void Take(ModelThread& t, const peer::Peers& p, uint32_t epoch, size_t i, T* value, int from) {
-    if (!never_cleared) {
-      peer::Take(t, Half(p, p.rank, epoch), i, value, from);
-      return;
-    }
-    auto* pairs = reinterpret_cast<uint64_t*>(Half(p, p.rank, epoch)) + i * (sizeof(T) / 4);
-    for (size_t w = 0; w < sizeof(T) / 4; ++w) {
-      uint64_t found;
-      while (((found = peer::LoadPair(pairs + w)) >> 32) == 0) t.Wait(from);
-      const auto word = static_cast<uint32_t>(found);
-      memcpy(reinterpret_cast<char*>(value) + 4 * w, &word, 4);
-    }
+    peer::Take(t, Half(p, p.rank, epoch), i, value, from);
+    if (never_cleared) peer::Put(Half(p, p.rank, epoch), i, *value);
   }
 
   // Packets of T, each with the next values.

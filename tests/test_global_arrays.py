@@ -213,17 +213,6 @@ def test_a_mesh_axis_that_is_not_named_falls_back(caplog: pytest.LogCaptureFixtu
 # Where it is called.
 
 
-def test_one_program_over_another_order_of_devices() -> None:
-    """Under set_mesh the program that is traced has no devices: each order is lowered anew."""
-    first = line()
-    second = Mesh(first.devices[::-1], first.axis_names, axis_types=first.axis_types)
-    f = jax.jit(lambda x, w: matmul_reduce_scatter(x, w, "model"))
-    for mesh in (first, second, first):
-        with jax.set_mesh(mesh):
-            x, w = values(mesh, ((8, 12), P(None, "model")), ((12, 16), P("model")))
-            same(f(x, w), np.asarray(x) @ np.asarray(w))
-
-
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_inside_a_shard_map_over_another_axis(check_vma: bool) -> None:
     """The axis that is not bound yet is that of global arrays. Nested shard_maps fall back."""

@@ -19,7 +19,6 @@ QUICK = {
     "trees": ("two_shot-2",),
     "sums_of_few_rows": ("17",),
     "random_program": (),
-    "graphs_in_turn": (),
     "random_permutes": ("0",),
     "ragged_of_random_tables": ("2-0", "2-1", "2-3"),
     "ragged_of_tables_in_a_loop": ("2",),

@@ -136,6 +136,7 @@ MERGED: dict[str, tuple[Callable[[Any], Any], dict[str, list[int]]]] = {
     "two chains of sums": (two_chains, {"psum": [2, 2, 2]}),
     "a barrier between": (barrier_between, {"psum": [1, 1]}),
     "a circle of sums": (sums_that_need_each_other, {"psum": [1, 1, 2]}),
+    "no elements": (lambda v: lax.psum(v[:, :0], "x").sum() + v, {}),
     "two neighbours": (halos, {"ppermute": [2]}),
     "another dtype, and chains": (chains, {"ppermute": [1, 2, 2]}),
     "more than an operation takes": (

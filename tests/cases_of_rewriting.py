@@ -230,38 +230,6 @@ def explicit_axes_need_no_auto() -> None:
 
 
 @case
-def explicit_axes_one_rank_lowers_alone() -> None:
-    """It costs rank 0 some seconds, and this program its acceleration; the others have it.
-
-    Rank 1 comes to another program first.
-    """
-    whole = line()
-    mesh = Mesh(whole.devices, whole.axis_names, axis_types=(AxisType.Explicit,))
-    jax_intranode.install()
-    with jax.set_mesh(mesh):
-        x, w = made(mesh, 0, (8, 16), None, "x"), made(mesh, 1, (16, 32), "x")
-
-        def program(scale: Any) -> Any:
-            return jax.jit(lambda x, w: jax.numpy.dot(scale(x), w, out_sharding=P()))
-
-        def ours(f: Any) -> int:
-            before = jax_intranode.usage_counter()
-            jax.block_until_ready(f(x, w))
-            return jax_intranode.usage_counter() - before
-
-        first, second = program(jax.numpy.tanh), program(jax.numpy.negative)
-        with mock.patch.object(timeouts, "FIRST_WAIT_S", WAIT_S):
-            if jax.process_index() == 0:
-                first.lower(x, w)
-            assert ours(second) == 1
-        assert ours(first) == 0  # by XLA, on all ranks
-        if jax.process_index() == 0:  # now that all ranks have compared one, nobody waits
-            third = program(jax.numpy.exp)
-            with mock.patch.object(timeouts, "FIRST_WAIT_S", FOREVER_S):
-                assert "jax_intranode_psum" in hlo.in_lowered(third.lower(x, w).as_text())
-
-
-@case
 def auto_custom_partitioning() -> None:
     """A lowered call of custom_partitioning holds an address, which differs between processes."""
     relu = custom_partitioning(jax.nn.relu)

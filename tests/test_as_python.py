@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 from processes import python
-from tiers import full, quick
 
 import jax_intranode
 
@@ -18,24 +17,6 @@ WAYS = {
     "run": ("-m", "jax_intranode", "run"),
     "launch": ("-m", "jax_intranode", "launch", "--platform", "cpu", "-n", "1"),
 }
-# Ends with an exception, whose traceback is shown by Python's hook, or by one of the script.
-SHOW = """
-    import sys
-    print(__name__, __file__, __package__, __cached__, type(__loader__), __spec__ and __spec__.name)
-    print(sorted(globals()), sys.modules["__main__"].__dict__ is globals())
-    import atexit, traceback, helper
-    print(sys.argv, sys.path[0], helper.__file__)
-    print(sys.flags.bytes_warning, sys.flags.dev_mode, sys.warnoptions, sys._xoptions.get("of"))
-    def own(kind, error, trace):
-        print("own", kind, error, [frame.name for frame in traceback.extract_tb(trace)])
-    if "own" in sys.argv:
-        sys.excepthook = own
-    atexit.register(lambda: print(repr(sys.last_value), sys.excepthook is own))
-    def broken():
-        raise ValueError("it broke")
-    broken()
-    """
-
 Output = Callable[..., tuple[int, list[str], list[str]]]
 
 
@@ -62,49 +43,6 @@ def write(path: Path, *parts: str) -> None:
     path.write_text("".join(map(textwrap.dedent, parts)))
 
 
-@pytest.mark.parametrize(
-    ("way", "what", "flags"),
-    [
-        pytest.param(way, what, flags, marks=[pytest.mark.full] * (way == "run" or k > 1))
-        for k, (what, flags) in enumerate(
-            [
-                ("-m package.module -- a", "-b -X dev -X of=ours -W error::FutureWarning"),
-                ("script.py own", "PYTHONSAFEPATH"),
-                ("script.py own", "-P"),
-                *((what, "") for what in ("folder/../script.py a", "folder a", "archive.zip a")),
-                ("script.pyc a", ""),
-            ]
-        )
-        for way in WAYS
-    ],
-)
-def test_a_script_sees_what_it_sees_under_python(
-    output: Output, tmp_path: Path, way: str, what: str, flags: str
-) -> None:
-    """Its names, arguments and path, options of the interpreter, and how its exception is shown.
-
-    With a safe path its folder is not searched, and the user's first entry is not lost.
-    """
-    for name in ("script.py", "folder/__main__.py", "package/module.py"):
-        write(tmp_path / name, SHOW)
-    for name in ("helper.py", "users/helper.py"):
-        write(tmp_path / name)
-    with zipfile.ZipFile(tmp_path / "archive.zip", "w") as archive:
-        archive.write(tmp_path / "script.py", "__main__.py")
-    py_compile.compile(tmp_path / "script.py", tmp_path / "script.pyc")
-    env = {"PYTHONPATH": str(tmp_path / "users")}
-    env |= {flags: "1"} if flags == "PYTHONSAFEPATH" else {}
-    options = [] if flags == "PYTHONSAFEPATH" else flags.split()
-    plain = output(*options, *what.split(), **env)
-    code, out, err = output(*options, *WAYS[way], *what.split(), **env)
-    assert code == 1 and len(out) > 4, err
-    assert (code, out) == plain[:2]
-    shown = [line for line in plain[2] if "<frozen runpy>" not in line]
-    assert err[: len(shown)] == shown  # `launch` adds the report
-    if "own" in what:
-        assert out[2].endswith("users/helper.py"), out
-
-
 # What programs see before and after they import JAX.
 IS_ACCELERATED = """
 import sys
@@ -112,20 +50,32 @@ mode = sys.modules.get("jax_intranode._src.rewrite.mode")
 print(mode is not None, bool(mode and mode.enabled.value), file=sys.stderr)
 """
 PROGRAMS = {
-    "variables": """
+    # How its exception is shown: by Python's hook, or by one of the script.
+    "names": """
+        import sys
+        print(__name__, __file__, __package__, __cached__, type(__loader__))
+        print(__spec__ and __spec__.name, sys.orig_argv[0], sys.orig_argv[-1], sys.executable)
+        print(sorted(globals()), sys.modules["__main__"].__dict__ is globals())
+        import atexit, traceback, helper
+        print(sys.argv, sys.path[0], helper.__file__)
+        print(sys.flags.bytes_warning, sys.flags.dev_mode, sys.warnoptions, sys._xoptions.get("of"))
+        def own(kind, error, trace):
+            print("own", kind, error, [frame.name for frame in traceback.extract_tb(trace)])
+        if "own" in sys.argv:
+            sys.excepthook = own
+        atexit.register(lambda: print(repr(sys.last_value), sys.excepthook is own))
+        def broken():
+            raise ValueError("it broke")
+        broken()
+        """,
+    "modules and variables": """
+        import sys
+        tops = {name.partition(".")[0] for name in sys.modules}
+        print(sorted(tops - sys.stdlib_module_names), "logging" in sys.modules)
         import os
         of_launch = ("PYTHONUNBUFFERED", "PYTHONFAULTHANDLER", "JAX_NUM_CPU_DEVICES")
         print([(k, v) for k, v in sorted(os.environ.items())
                if k not in of_launch and not k.startswith("JAX_INTRANODE_")])
-        """,
-    "modules": """
-        import sys
-        tops = {name.partition(".")[0] for name in sys.modules}
-        print(sorted(tops - sys.stdlib_module_names), "logging" in sys.modules)
-        """,
-    "words of the command line": """
-        import sys
-        print(sys.orig_argv[0], sys.orig_argv[-3:], sys.argv, sys.path[0], sys.executable)
         """,
     "variables of JAX": """
         import os
@@ -200,33 +150,70 @@ PROGRAMS = {
         time.sleep(10)
         """,
 }
-FAILING = {"an exception": 1, "the order of exit handlers": 7}
-QUICK_PROGRAMS = ("modules", "variables of JAX")
+FAILING = {"names": 1, "an exception": 1, "the order of exit handlers": 7, "an interrupt": -2}
+# Each command and way: the flags of Python, or a variable; those after the first two are `full`.
+COMMANDS = [
+    ("-m package.module -- a", "-b -X dev -X of=ours -W error::FutureWarning"),
+    ("script.py own", "PYTHONSAFEPATH"),
+    ("script.py own", "-P"),
+    *((words, "") for words in ("folder/../script.py a", "folder a", "archive.zip a")),
+    ("script.pyc a", ""),
+]
+CASES = [
+    pytest.param(way, "names", *command, marks=[pytest.mark.full] * (way == "run" or k > 1))
+    for k, command in enumerate(COMMANDS)
+    for way in ("run", "launch")
+] + [
+    pytest.param(way, what, "script.py a --b", "", marks=[pytest.mark.full] * (not is_quick))
+    for way in ("run", "launch", "launch run")
+    for what in PROGRAMS
+    if what != "names"
+    for is_quick in [way == "run" and what in ("modules and variables", "variables of JAX")]
+]
 
 
-@pytest.mark.parametrize("what", quick(PROGRAMS, QUICK_PROGRAMS))
-@pytest.mark.parametrize("way", ["run", full("launch"), full("launch run")])
+@pytest.mark.parametrize(("way", "what", "command", "flags"), CASES)
 def test_a_program_sees_what_it_sees_alone(
-    output: Output, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, way: str, what: str
+    output: Output,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    way: str,
+    what: str,
+    command: str,
+    flags: str,
 ) -> None:
-    """Nothing of JAX is there before it imports JAX, and then it is accelerated."""
+    """Nothing of JAX is there before it imports JAX, and then it is accelerated.
+
+    It has the names, arguments, path and options of the interpreter that it has under Python. With
+    a safe path its folder is not searched, and the user's first entry is not lost.
+    """
     for name in ("TF_CPP_MIN_LOG_LEVEL", "TPU_SKIP_MDS_QUERY"):  # which JAX of this process has set
         monkeypatch.delenv(name, raising=False)
-    ends = what in FAILING or what == "an interrupt"
-    write(tmp_path / "program.py", PROGRAMS[what], "" if ends else IS_ACCELERATED)
-    plain = output("program.py", "a", "--b")
-    command, *rest = way.split()
-    code, out, err = output(*WAYS[command], *rest, "program.py", "a", "--b")
-    if what == "an interrupt":
-        assert plain[0] == -2 and code == (-2 if way == "run" else 130), err
-    else:
-        assert plain[0] == code == FAILING.get(what, 0), err
+    ends = FAILING.get(what, 0)
+    for name in ("script.py", "folder/__main__.py", "package/module.py"):
+        write(tmp_path / name, PROGRAMS[what], "" if ends else IS_ACCELERATED)
+    for name in ("helper.py", "users/helper.py"):
+        write(tmp_path / name)
+    with zipfile.ZipFile(tmp_path / "archive.zip", "w") as archive:
+        archive.write(tmp_path / "script.py", "__main__.py")
+    py_compile.compile(tmp_path / "script.py", tmp_path / "script.pyc")
+    env = {"PYTHONPATH": str(tmp_path / "users")} if what == "names" else {}
+    env |= {flags: "1"} if flags == "PYTHONSAFEPATH" else {}
+    options = [] if flags == "PYTHONSAFEPATH" else flags.split()
+    plain = output(*options, *command.split(), **env)
+    first, *rest = way.split()
+    code, out, err = output(*options, *WAYS[first], *rest, *command.split(), **env)
+    assert plain[0] == ends, plain
+    assert code == (130 if ends < 0 and first == "launch" else ends), err
     assert out == plain[1], err
-    if not ends and "import jax" in PROGRAMS[what] and what != "children":
+    if ends:
+        shown = [line for line in plain[2] if "<frozen runpy>" not in line]
+        assert err[: len(shown)] == shown  # `launch` adds the report
+    elif "import jax" in PROGRAMS[what] and what != "children":
         assert plain[2][-1] == "False False"
         assert err[-1] == f"True {way != 'launch'}"
-    if ends:
-        assert err[: len(plain[2])] == plain[2]  # `launch` adds the report
+    if "own" in command:
+        assert out[3].endswith("users/helper.py"), out
 
 
 @pytest.mark.full

@@ -67,11 +67,11 @@ def test_right_and_wrong_values(operation: str, way: str, monkeypatch: pytest.Mo
     call = dataclasses.replace(call, way=way, small=small)
     order = (2, 0, 1, 3)
     made = chains.Program(0, (2, 2), order, (call,), False, False, "auto", rounds=3, delays=True)
-    assert chains.run_program(made, 1)[0] == 0
+    assert chains.run_program(made, 1) > 0
     right = getattr(jax_intranode, operation)
     monkeypatch.setattr(jax_intranode, operation, wrong_in_one_element(right))
-    wrong, elements, first = chains.run_program(made, 1)
-    assert wrong > 0 and elements > 0 and first == 0
+    with pytest.raises(chains.Wrong, match="words after call 0 of"):
+        chains.run_program(made, 1)
 
 
 def test_programs_can_be_made_again() -> None:

@@ -14,12 +14,14 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
+import cases
 import jax
 import jax.extend.backend
 import jax.numpy as jnp
 import numpy as np
+from cases import line
 from jax.experimental import multihost_utils
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 from multiprocess_ranks import say
 from processes import is_running
@@ -38,23 +40,14 @@ def rank() -> int:
     return jax.process_index()
 
 
-def line() -> Mesh:
-    return Mesh(np.array(jax.devices()), ("x",))
-
-
 def on(mesh: Mesh, body: Callable[..., jax.Array]) -> Any:
-    by_rank = P("x")
-    return jax.jit(
-        jax.shard_map(body, mesh=mesh, in_specs=by_rank, out_specs=by_rank, check_vma=False)
-    )
+    return jax.jit(cases.sharded(body, mesh, P("x"), P("x")))
 
 
 def parts(mesh: Mesh, scale: float = 1.0) -> jax.Array:
     """The device with number r has a part of (r + 1) * scale."""
     column = np.arange(1, mesh.size + 1, dtype=np.float32)[:, None]
-    values = column * np.full((1, COLUMNS), scale, np.float32)
-    sharding = NamedSharding(mesh, P("x"))
-    return jax.make_array_from_callback(values.shape, sharding, lambda i: values[i])
+    return cases.put(mesh, P("x"), column * np.full((1, COLUMNS), scale, np.float32))
 
 
 @functools.cache
@@ -269,19 +262,6 @@ def evaluates_on_rank_0() -> None:
         say(read(total(scale)))
 
 
-def compiles_for_long() -> None:
-    """One rank traces for seconds, before the rendezvous and after it."""
-    mesh = line()
-    for slow in range(2):
-
-        def step(v: jax.Array, slow: int = slow) -> jax.Array:
-            if rank() == slow:
-                time.sleep(LATER_S)
-            return jax_intranode.psum(v * (slow + 1), "x")
-
-        say(read(on(mesh, step)(parts(mesh))))
-
-
 def another_name_on_one_rank() -> None:
     """The jitted functions do the same and have different names."""
     begin()
@@ -410,7 +390,6 @@ def plain() -> None:
 def all_that_go_on() -> None:
     """Those that need no start of their own. The first one sets up, and none has failed."""
     for program in (
-        compiles_for_long,
         evaluates_on_rank_0,
         another_name_on_one_rank,
         interrupted_in_a_wait,

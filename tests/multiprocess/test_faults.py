@@ -22,13 +22,14 @@ from tiers import full
 # On machines that run other tests at the same time.
 SLACK = 6
 PLATFORM = jax.devices()[0].platform
-# Each kind of end, and ranks that are late for ever, also for the rendezvous.
+# Each kind of end, ranks that are late for ever, also for the rendezvous, and one that comes.
 QUICK = (
     "psum:inside:kill:1of3",
     "psum:second_run:exception:1of2",
     "psum:idle:exit:1of2",
     "psum:first_run:away:0of2",
     "psum:meeting:away:1of2",
+    "psum:lowering:delay:1of2",
 )
 # The same in the pipeline and in the fused kernel.
 ON_GPUS = (

@@ -15,13 +15,14 @@ from dataclasses import dataclass, replace
 from functools import partial, reduce
 from typing import Any
 
+import cases
 import expert_routings
 import jax
 import jax.numpy as jnp
 import numpy as np
 import ragged_tables
 from jax import lax
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 import jax_intranode
@@ -423,9 +424,7 @@ def chain(
         return jnp.stack(history)[None]
 
     by_device = P(mesh.axis_names)
-    return jax.shard_map(
-        body, mesh=mesh, in_specs=(by_device, P()), out_specs=by_device, check_vma=check_vma
-    )
+    return cases.sharded(body, mesh, (by_device, P()), by_device, check_vma)
 
 
 def _scanned(after: Callable[[Any], Any], carry: Any, _: None) -> tuple[Any, None]:
@@ -472,5 +471,4 @@ def _after(call: Call, k: int, carries: np.ndarray) -> np.ndarray:
 def random_carries(mesh: Mesh, *seed: int) -> tuple[np.ndarray, jax.Array]:
     """Carries of all ranks, on the host and on the devices."""
     words = np.random.default_rng(seed).integers(0, 1 << 32, (mesh.size, WORDS), np.uint32)
-    by_device = NamedSharding(mesh, P(mesh.axis_names))
-    return words, jax.make_array_from_callback(words.shape, by_device, lambda at: words[at])
+    return words, cases.put(mesh, P(mesh.axis_names), words)

@@ -9,10 +9,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import cases
 import jax
 import numpy as np
 from jax import lax
-from jax.sharding import AxisType, Mesh
+from jax.sharding import Mesh
 
 import jax_intranode
 from jax_intranode._src.command_line.launcher import all_ranks
@@ -58,9 +59,7 @@ class Program:
         return f"program {self.number}: {'; '.join(map(str, self.calls))}; {', '.join(facts)}"
 
     def mesh(self) -> Mesh:
-        devices = np.array(jax.devices())[list(self.order)].reshape(self.shape)
-        axes = ("x", "y", "z")[: len(self.shape)]
-        return Mesh(devices, axes, axis_types=(AxisType.Auto,) * len(axes))
+        return cases.make_mesh(self.shape, ("x", "y", "z")[: len(self.shape)], self.order)
 
 
 def layouts(seed: int, life: int, devices: int) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:

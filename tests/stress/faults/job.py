@@ -12,6 +12,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from processes import segments_of
+
 import stress
 from jax_intranode._src.command_line import machine
 from jax_intranode._src.command_line.launcher.job import Job, Streams
@@ -144,7 +146,7 @@ def _watch(case: Case, platform: str, job: Job, directory: Path, slack: float) -
         if case.in_meeting and platform == "cpu":
             # Its peers have not mapped a segment yet. The next process to make one removes it.
             extension.module("cpu").allocate(0, 1 << 20, True).unlink()
-        left += [f"segment {segment}" for pid in pids for segment in _segments(pid)]
+        left += [f"segment {segment}" for pid in pids for segment in segments_of(pid)]
     return Seen(processes, left)
 
 
@@ -158,9 +160,3 @@ def _group(leader: int) -> list[int]:
             if int(group) == leader and state != "Z":
                 found.append(int(path.parent.name))
     return found
-
-
-def _segments(pid: int) -> list[str]:
-    """The shared-memory segments that a process has left."""
-    directory = Path("/dev/shm")
-    return [path.name for path in directory.glob(f"jax_intranode.{pid}.*")]

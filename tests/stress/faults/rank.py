@@ -17,11 +17,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import cases
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 
 import jax_intranode
@@ -75,8 +76,7 @@ class Rank:
 
     def run(self) -> None:
         """Runs the operation until the victim fails, and in the others until the error comes."""
-        devices = np.array(jax.devices())
-        mesh = Mesh(devices, ("x",), axis_types=(AxisType.Auto,))
+        mesh = cases.line()
         self._phase("meeting")
         if self._is_victim and self._case.phase.startswith("in_meeting_"):
             self._fail_in_stage(self._case.phase.removeprefix("in_meeting_"))
@@ -102,9 +102,7 @@ class Rank:
         devices = [d for d in mesh.devices.flat if d.process_index != self._case.victim]
         rest = Mesh(np.array(devices), ("x",), axis_types=(AxisType.Auto,))
         jax_intranode.initialize(rest)
-        v = jax.make_array_from_callback(
-            (len(devices),), NamedSharding(rest, P("x")), lambda _: np.float32([self._rank])
-        )
+        v = cases.put(rest, P("x"), np.float32(self._case.survivors))
         before = extension.handler_calls()
         program = jax.jit(_sharded(lambda v: jax_intranode.psum(v, "x"), rest, P("x")))
         (total,) = np.asarray(program(v).addressable_data(0))
@@ -164,9 +162,7 @@ class Rank:
             self._together("run")
         if self._case.phase == "inside":
             ends = not self._case.fails or self._ends_in_order
-            count = jax.make_array_from_callback(
-                (), NamedSharding(mesh, P()), lambda _: np.int32(_LONG if ends else _ENDLESS)
-            )
+            count = cases.put(mesh, P(), np.int32(_LONG if ends else _ENDLESS))
             program = jax.jit(_sharded(repeated, mesh, (P(), P("x")))).lower(count, v).compile()
             self._together("compiled")
             self._attempt(lambda: self._run_inside(program, count, v))
@@ -235,11 +231,11 @@ class Rank:
         self.say("right" if right else "wrong", turn=turn)
 
     def _operand(self, mesh: Mesh, turn: int) -> jax.Array:
-        mine = data(self._rank, self._case.world, turn)
-        if self._overlapped:
-            mine = mine.astype(jnp.bfloat16)
-        shape = (self._case.world * mine.shape[0], mine.shape[1])
-        return jax.make_array_from_callback(shape, NamedSharding(mesh, P("x")), lambda _: mine)
+        world = self._case.world
+        parts = np.concatenate([data(rank, world, turn) for rank in range(world)])
+        return cases.put(
+            mesh, P("x"), parts.astype(jnp.bfloat16 if self._overlapped else np.float32)
+        )
 
     def _together(self, stage: str) -> None:
         """Waits until all processes have come to this stage."""
@@ -322,7 +318,7 @@ class Rank:
 
 
 def _sharded(f: Any, mesh: Mesh, in_specs: Any) -> Any:
-    return jax.shard_map(f, mesh=mesh, in_specs=in_specs, out_specs=P("x"), check_vma=False)
+    return cases.sharded(f, mesh, in_specs, P("x"))
 
 
 def main() -> None:

@@ -19,45 +19,19 @@ from jax_intranode._src.command_line.launcher.service import coordination_servic
 pytestmark = pytest.mark.one_version
 
 
-def test_connected_ranks_see_each_other_and_one_that_fails_does_not_wait(tmp_path: Path) -> None:
+def test_a_rank_that_fails_does_not_wait_for_the_others(tmp_path: Path) -> None:
     code = (
-        "import jax\n"
         "from jax_intranode._src.command_line.launcher.rank import connect\n"
-        "rank = connect('cpu')\n"
-        "print(rank, jax.process_index(), jax.process_count(), jax.local_device_count())\n"
-        "import os, pathlib\n"
-        "kind, _, path = os.environ['JAX_INTRANODE_COORDINATOR'].partition(':')\n"
-        "print(kind, oct(pathlib.Path(path).parent.stat().st_mode))\n"
-        "own = [os.readlink(f'/proc/self/fd/{fd}') for fd in range(3, 200)\n"
-        "       if os.path.lexists(f'/proc/self/fd/{fd}')]\n"
-        "for table in ('tcp', 'tcp6'):\n"
-        "    for line in pathlib.Path('/proc/net', table).read_text().splitlines()[1:]:\n"
-        "        _, address, _, state, *_, inode = line.split()[:10]\n"
-        "        if f'socket:[{inode}]' in own and state == '0A' and '0100007F:' not in address:\n"
-        "            print('listens on', address)\n"
-        "if rank == 1: raise ValueError('rank 1 broke')\n"
-        "import time; time.sleep(60)\n"
+        "import time\n"
+        "if connect('cpu') == 1: raise ValueError('rank 1 broke')\n"
+        "time.sleep(60)\n"
     )
-    # A test run may ask for more host devices in its own process.
-    flags = {"XLA_FLAGS": "--xla_force_host_platform_device_count=4"}
+    command = [sys.executable, "-P", "-c", code]
     with pytest.raises(RankError) as caught:
-        run_ranks(
-            [[sys.executable, "-P", "-c", code]] * 2,
-            timeout_s=60,
-            log_dir=tmp_path,
-            env=[flags] * 2,
-            grace_s=0.5,
-            joined=True,
-        )
-
+        run_ranks([command] * 2, timeout_s=60, log_dir=tmp_path, grace_s=0.5, joined=True)
     # JAX's shutdown barrier would have kept rank 1 for longer than its peer's grace.
-    assert caught.value.first_failed == 1
-    assert caught.value.exit_codes[1] == 1
+    assert (caught.value.first_failed, caught.value.exit_codes[1]) == (1, 1)
     assert "ValueError: rank 1 broke" in caught.value.logs[1]
-    assert "1 1 2 1" in caught.value.logs[1]
-    # Nobody else can reach JAX's service.
-    assert "unix 0o40700\n" in caught.value.logs[0]
-    assert "listens on" not in caught.value.logs[0]  # Gloo on loopback only
 
 
 @pytest.mark.parametrize(("chosen", "expected"), [(None, [1]), ([0], [0]), ([2, 3], [2, 3])])

@@ -3,6 +3,7 @@
 Forced links: quads of the devices 0 to 3 and 4 to 7; devices that are 4 apart are relays.
 """
 
+import functools
 import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -34,18 +35,10 @@ def oracle(parts: np.ndarray, order: Sequence[int]) -> np.ndarray:
         parts: the operand of each rank.
         order: the device of each rank.
     """
-    quads = [[r for r in range(8) if order[r] // 4 == quad] for quad in (0, 1)]
-    quads.sort()
-    wide = parts.dtype
-    if parts.dtype in (np.float16, jnp.bfloat16):
-        wide = np.dtype(np.float32)
-    sums = []
-    for quad in quads:
-        total = parts[quad[0]].astype(wide)
-        for rank in quad[1:]:
-            total = total + parts[rank].astype(wide)
-        sums.append(total)
-    return (sums[0] + sums[1]).astype(parts.dtype)
+    wide = np.float32 if parts.dtype in (np.float16, jnp.bfloat16) else parts.dtype
+    quads = sorted([r for r in range(8) if order[r] // 4 == quad] for quad in (0, 1))
+    first, second = (functools.reduce(np.add, parts[quad].astype(wide)) for quad in quads)
+    return (first + second).astype(parts.dtype)
 
 
 @pytest.fixture

@@ -81,43 +81,7 @@ def delay(x: Any, seed: int) -> Any:
     return jax.pure_callback(wait, kind, jax.lax.axis_index("i"), x, vmap_method="sequential")
 
 
-def check_shifts(n: int) -> None:
-    """Shifts with random delays, with the bits that they must have; and a gradient."""
-    mesh = mesh_of(n)
-    shift = example().make(mesh, "i", MOST)
-    random = np.random.default_rng(n)
-    sharding = jax.sharding.NamedSharding(mesh, P("i"))
-    for count, by, scale, offset in [
-        (1, 1, 1.0, 0.0), (7, n - 1, -2.0, 0.0), (MOST, 2, 1.0, 0.0), (513, 0, 0.5, 0.0),
-        (1000, -1, 1.0, 0.0),
-    ]:  # fmt: skip
-        for late in (False, True):
-
-            def shifted(v: Any, late: bool = late, how: Any = (by, scale, offset)) -> Any:
-                return shift(delay(v[0], 3) if late else v[0], *how)[None]
-
-            f = sharded(mesh, shifted)
-            for _ in range(10):
-                # Any bits but NaNs, which arithmetic may change: zeros of both signs, subnormals.
-                x = random.integers(0, 1 << 32, (n, count), np.uint32).view(np.float32)
-                x = np.where(np.isfinite(x) & (np.abs(x) > 1e-30) & (abs(x) < 1e30), x, -0.0)
-                wanted = np.roll(np.float32(scale) * x + np.float32(offset), by, 0)
-                for shard in f(jax.device_put(x, sharding)).addressable_shards:
-                    assert np.asarray(shard.data).tobytes() == wanted[shard.index].tobytes()
-    x = random.integers(-99, 99, (n, MOST)).astype(np.float32)
-    f = sharded(mesh, lambda v: shift(v[0], 1, 2.0, 0.0)[None])
-    g = jax.jit(jax.grad(lambda v: (f(v) ** 2).sum()))
-    for shard in g(jax.device_put(x, sharding)).addressable_shards:
-        np.testing.assert_array_equal(shard.data, 8 * x[shard.index])
-
-
-# One process.
-
-
-@pytest.mark.parametrize("n", [2, 4, full(8)])
-def test_shifts(n: int, registered: None, no_buffers: None) -> None:
-    need_devices(n)
-    check_shifts(n)
+# One process. test_examples.py has shifts in it.
 
 
 def test_memory(no_buffers: None) -> None:
@@ -260,18 +224,46 @@ def test_wrong_arguments_of_register(tmp_path: Path) -> None:
 
 
 def run_shifts(library: str) -> None:
-    """In a rank: shifts, what peers wrote, and buffers that differ."""
+    """In a rank: shifts with random delays, with the bits that they must have; and a gradient.
+
+    And what peers wrote, and buffers that differ.
+    """
     example().register(Path(library), jax.devices()[0].platform)
     n, me = jax.device_count(), jax.process_index()
-    check_shifts(n)
+    mesh = mesh_of(n)
+    shift = example().make(mesh, "i", MOST)
+    random = np.random.default_rng(n)
+    sharding = jax.sharding.NamedSharding(mesh, P("i"))
+    for count, by, scale, offset in [
+        (1, 1, 1.0, 0.0), (7, n - 1, -2.0, 0.0), (MOST, 2, 1.0, 0.0), (513, 0, 0.5, 0.0),
+        (1000, -1, 1.0, 0.0),
+    ]:  # fmt: skip
+        for late in (False, True):
+
+            def shifted(v: Any, late: bool = late, how: Any = (by, scale, offset)) -> Any:
+                return shift(delay(v[0], 3) if late else v[0], *how)[None]
+
+            f = sharded(mesh, shifted)
+            for _ in range(10):
+                # Any bits but NaNs, which arithmetic may change: zeros of both signs, subnormals.
+                x = random.integers(0, 1 << 32, (n, count), np.uint32).view(np.float32)
+                x = np.where(np.isfinite(x) & (np.abs(x) > 1e-30) & (abs(x) < 1e30), x, -0.0)
+                wanted = np.roll(np.float32(scale) * x + np.float32(offset), by, 0)
+                for shard in f(jax.device_put(x, sharding)).addressable_shards:
+                    assert np.asarray(shard.data).tobytes() == wanted[shard.index].tobytes()
+    x = random.integers(-99, 99, (n, MOST)).astype(np.float32)
+    f = sharded(mesh, lambda v: shift(v[0], 1, 2.0, 0.0)[None])
+    g = jax.jit(jax.grad(lambda v: (f(v) ** 2).sum()))
+    for shard in g(jax.device_put(x, sharding)).addressable_shards:
+        np.testing.assert_array_equal(shard.data, 8 * x[shard.index])
     # Another buffer over the same ranks, closed and made again with another shape.
     for size in (4, 9):
-        buffer = jin.peer_buffer("other", (size,), jnp.int32, "i", mesh=mesh_of(n))
+        buffer = jin.peer_buffer("other", (size,), jnp.int32, "i", mesh=mesh)
         assert [v.tolist() for v in buffer.read().values()] == [[0] * size]
         buffer.close()
     differs = r"makes int32\[\d\] for groups .*, this one int32\[\d\] for groups"
     with pytest.raises(RuntimeError, match=differs):
-        jin.peer_buffer("differs", (4 + me,), jnp.int32, "i", mesh=mesh_of(n))
+        jin.peer_buffer("differs", (4 + me,), jnp.int32, "i", mesh=mesh)
     print(f"RIGHT {me}")
 
 

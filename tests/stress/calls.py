@@ -100,12 +100,6 @@ class Call:
     small: bool = False
     perm: tuple[tuple[int, int], ...] = ()
 
-    def __str__(self) -> str:
-        kind = f"{self.dtype}{list(self.shape)}"
-        more = f"{self.dimension}, {self.concat}, tiled={self.tiled}, leaves={self.leaves}"
-        more += f", perm={self.perm}" if self.operation == "ppermute" else ""
-        return f"{self.way} {self.operation}({kind}, {self.axes}, {more})"
-
     def apply(self, lib: Any, x: Any) -> Any:
         """The result of this rank, by the functions of a library: ours or `jax.lax`."""
         f, tiled = getattr(lib, self.operation), self.tiled

@@ -49,15 +49,6 @@ class Program:
     rounds: int
     delays: bool  # ranks pause now and then before they run it
 
-    def __str__(self) -> str:
-        facts = [
-            f"mesh {self.shape} of devices {list(self.order)}",
-            "jax.lax under accelerate()" if self.unedited else "functions of jax_intranode",
-            f"check_vma={self.check_vma}, JAX_INTRANODE_ALGORITHM={self.algorithm}",
-            *["delays"] * self.delays,
-        ]
-        return f"program {self.number}: {'; '.join(map(str, self.calls))}; {', '.join(facts)}"
-
     def mesh(self) -> Mesh:
         return cases.make_mesh(self.shape, ("x", "y", "z")[: len(self.shape)], self.order)
 

@@ -22,7 +22,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.sharding import AxisType, Mesh
+from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 import jax_intranode
@@ -100,7 +100,7 @@ class Rank:
         jax_intranode.shutdown()
         jax.clear_caches()
         devices = [d for d in mesh.devices.flat if d.process_index != self._case.victim]
-        rest = Mesh(np.array(devices), ("x",), axis_types=(AxisType.Auto,))
+        rest = Mesh(np.array(devices), ("x",))
         jax_intranode.initialize(rest)
         v = cases.put(rest, P("x"), np.float32(self._case.survivors))
         before = extension.handler_calls()
@@ -241,9 +241,7 @@ class Rank:
         """Waits until all processes have come to this stage."""
         client = distributed.key_value_client()
         assert client is not None
-        client.key_value_set(f"faults/{stage}/{self._rank}", "here")
-        for rank in range(self._case.world):
-            client.blocking_key_value_get(f"faults/{stage}/{rank}", 60_000)
+        client.wait_at_barrier(f"faults/{stage}", 60_000)
 
     # What a victim does.
 

@@ -3,7 +3,6 @@
 import dataclasses
 import logging
 import re
-import time
 import traceback
 from collections.abc import Iterator
 from unittest import mock
@@ -67,17 +66,13 @@ def test_a_failure_concerns_the_devices_of_its_group(
 
 def test_the_first_failure_is_kept(clean: None, caplog: pytest.LogCaptureFixture) -> None:
     assert jax_intranode.last_failure() is None
-    before = time.time()
-    assert failures.report(dataclasses.replace(FAILURE, time=time.time()))
+    assert failures.report(FAILURE)
     with caplog.at_level(logging.INFO, "jax_intranode"):
         assert not failures.report(dataclasses.replace(FAILURE, message="a later one"))
     found = jax_intranode.last_failure()
-    assert found is not None and found == dataclasses.replace(FAILURE, time=found.time)
-    assert before <= found.time <= time.time()
+    assert found == FAILURE
     assert [r.levelname for r in caplog.records if r.message == found.message] == ["ERROR"]
     assert [r.levelname for r in caplog.records if "a later one" in r.message] == ["INFO"]
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        found.reason = "other"  # type: ignore[misc]
 
 
 # What the native monitor says of FAILURE.
@@ -117,7 +112,7 @@ def test_a_call_that_fails_says_more_than_the_loss_of_its_peer(
     assert errors == [OF_PEER["message"], FAILURE.message]
 
 
-def test_errors_of_xla_show_the_message(clean: None, caplog: pytest.LogCaptureFixture) -> None:
+def test_errors_of_xla_show_the_message(clean: None) -> None:
     error = jax.errors.JaxRuntimeError(XLA_TEXT)
     assert str(error) == XLA_TEXT
     failures.report(ON_GPUS)
@@ -127,12 +122,6 @@ def test_errors_of_xla_show_the_message(clean: None, caplog: pytest.LogCaptureFi
         raise error
     except jax.errors.JaxRuntimeError as raised:
         assert "".join(traceback.format_exception(raised)).endswith(f"Error: {shown}\n")
-        logging.getLogger("of the user").exception("failed")
-    with pytest.raises(jax.errors.JaxRuntimeError) as info:
-        raise error
-    assert shown in info.exconly() and info.match("timed out")
-    assert FAILURE.message in str(info.getrepr()) and XLA_TEXT in str(info.getrepr())
-    assert shown in caplog.text
     # Where the text has the message already, it is not shown twice.
     assert str(jax.errors.JaxRuntimeError(f"INTERNAL: {FAILURE.message}")).count("timed out") == 1
     # An error that no failure causes stays as it is.

@@ -10,105 +10,81 @@ import cases
 import jax
 import jax.numpy as jnp
 import numpy as np
-import overlapped_cases
 import pytest
-from cases import check, check_like, everywhere, line, put, sharded
+from cases import check, check_like, line, put, sharded
 from jax import lax
 from jax.sharding import PartitionSpec as P
 from models import OF_LAX
-from overlapped_cases import ALL, case, check_in_poisoned_rings, on_gpus, overlapped, zeros_and_ones
+from overlapped_cases import (
+    ALL,
+    PLANS,
+    WGRAD,
+    both_gradients,
+    case,
+    check_in_poisoned_rings,
+    on_gpus,
+    overlapped,
+    zeros_and_ones,
+)
 from overlapped_cases import CASES as CASES
 
 import jax_intranode
 from jax_intranode._src.native import extension
 
+AXES = (0, ()), (0, (3,)), (1, (2,)), (2, (2, 3))
+
 
 @case(rows=(1, 127, 129, 256), plan=ALL)
 def overlapped_exact(rows: int, plan: str) -> None:
     """Every axis, with and without batches; matrices of unequal width; rings full of NaN before."""
-    mesh = line()
-    n = mesh.size
-    for axis, batch in ((0, ()), (0, (3,)), (1, (2,)), (2, (2, 3))):
+    n = len(jax.devices())
+    for axis, batch in AXES:
         shape = (*batch[:axis], rows, *batch[axis:], 64)
         long = (*batch[:axis], rows * n, *batch[axis:], 64)
-        x, y = zeros_and_ones(1, n, *shape), zeros_and_ones(2, n, *long)
-        ws = [zeros_and_ones(3 + k, n, 64, width) for k, width in enumerate((8, 136, 264))]
 
-        def f(x: Any, y: Any, *ws: Any, axis: int = axis) -> Any:
-            ws = [w[0] for w in ws]
-            products, whole = jax_intranode.all_gather_matmul(
-                x[0], ws, "x", gather_axis=axis, return_gathered=True
+        def program(lib: Any, x: Any, y: Any, *ws: Any, axis: int = axis) -> Any:
+            products, whole = lib.all_gather_matmul(
+                x, list(ws), "x", gather_axis=axis, return_gathered=True
             )
-            (alone,) = jax_intranode.all_gather_matmul(x[0], ws[:1], "x", gather_axis=axis)
-            part = jax_intranode.matmul_reduce_scatter(y[0], ws[1], "x", scatter_dimension=axis)
-            total = jax_intranode.matmul_all_reduce(y[0], ws[2], "x")
-            return [v[None] for v in (*products, whole, alone, part, total)]
+            (alone,) = lib.all_gather_matmul(x, [ws[0]], "x", gather_axis=axis)
+            part = lib.matmul_reduce_scatter(y, ws[1], "x", scatter_dimension=axis)
+            return *products, whole, alone, part, lib.matmul_all_reduce(y, ws[2], "x")
 
-        arrays = [put(mesh, P("x"), v.astype(jnp.bfloat16)) for v in (x, y, *ws)]
-        program = overlapped(sharded(f, mesh, P("x"), P("x")), arrays, plan)
-        whole = np.concatenate(list(x), axis)
-        sums = np.einsum("r...k,rkn->...n", y, ws[1])
-        expected = [
-            *(np.einsum("...k,rkn->r...n", whole, w) for w in ws),
-            everywhere(whole, n),
-            np.einsum("...k,rkn->r...n", whole, ws[0]),
-            np.stack(np.split(sums, n, axis)),
-            everywhere(np.einsum("r...k,rkn->...n", y, ws[2]), n),
-        ]
-        check_in_poisoned_rings(mesh, program, arrays, expected, 2)
+        check_in_poisoned_rings(program, [shape, long, (64, 8), (64, 136), (64, 264)], plan, 2)
 
 
 @case(plan=tuple(plan for plan in ALL if plan != "fused_224"))
 def overlapped_sums_of_several(plan: str) -> None:
     """Terms of unequal K, which the fused kernel sums without copying them."""
-    mesh = line()
-    n = mesh.size
+    n = len(jax.devices())
     widths = (8, 136, 264, 72)
     for axis, batch in ((0, ()), (1, (3,))):
         rows, whole = ((*batch, length, 200) for length in (129, 129 * n))
-        ws = [zeros_and_ones(80 + k, n, 200, width) for k, width in enumerate(widths)]
-        cts = [zeros_and_ones(90 + k, n, *whole[:-1], width) for k, width in enumerate(widths)]
 
-        def f(ws: Any, cts: Any, axis: int = axis, rows: Any = rows) -> Any:
+        def program(lib: Any, *args: Any, axis: int = axis, rows: Any = rows) -> Any:
+            ws, cts = args[:4], args[4:]
+
             def gather(x: Any) -> Any:
-                ws_of_rank = [w[0] for w in ws]
-                return jax_intranode.all_gather_matmul(x, ws_of_rank, "x", gather_axis=axis)
+                return lib.all_gather_matmul(x, list(ws), "x", gather_axis=axis)
 
             x = lax.pcast(jnp.zeros(rows, ws[0].dtype), "x", to="varying")
-            (ct_x,) = jax.linear_transpose(gather, x)([ct[0] for ct in cts])
-            return [ct_x[None]]
+            return jax.linear_transpose(gather, x)(list(cts))
 
-        arrays = [[put(mesh, P("x"), v.astype(jnp.bfloat16)) for v in vs] for vs in (ws, cts)]
-        program = overlapped(sharded(f, mesh, P("x"), P("x")), arrays, plan)
-        sums = sum(np.einsum("r...n,rkn->...k", ct, w) for ct, w in zip(cts, ws, strict=True))
-        expected = [np.stack(np.split(sums, n, axis))]
-        check_in_poisoned_rings(mesh, program, arrays, expected, 2)
+        shapes = *((200, width) for width in widths), *((*whole[:-1], width) for width in widths)
+        check_in_poisoned_rings(program, shapes, plan, 2)
 
 
 @case(plan=("fused", "fused_224", "fused_256", "fused_128", "direct", "direct_256", "direct_128"))
 def overlapped_many_tiles(plan: str) -> None:
     """More tiles than one wave, an odd number of row tiles; K of one stage and of two."""
-    mesh = line()
-    n = mesh.size
+
+    def program(lib: Any, x: Any, y: Any, w: Any) -> Any:
+        product, whole = lib.all_gather_matmul(x, w, "x", return_gathered=True)
+        return product, whole, lib.matmul_reduce_scatter(y, w, "x")
+
     for rows, k, width in ((1032, 72, 4104), (1024, 8, 4096)):
-        x, y = zeros_and_ones(1, n, rows, k), zeros_and_ones(2, n, rows * n, k)
-        w = zeros_and_ones(3, n, k, width)
-
-        def f(x: Any, y: Any, w: Any) -> Any:
-            product, whole = jax_intranode.all_gather_matmul(x[0], w[0], "x", return_gathered=True)
-            part = jax_intranode.matmul_reduce_scatter(y[0], w[0], "x")
-            return [v[None] for v in (product, whole, part)]
-
-        arrays = [put(mesh, P("x"), v.astype(jnp.bfloat16)) for v in (x, y, w)]
-        program = overlapped(sharded(f, mesh, P("x"), P("x")), arrays, plan)
-        whole = np.concatenate(list(x))
-        sums = sum(yr @ wr for yr, wr in zip(y, w, strict=True))
-        expected = [
-            np.stack([whole @ wr for wr in w]),
-            everywhere(whole, n),
-            np.stack(np.split(sums, n)),
-        ]
-        check_in_poisoned_rings(mesh, program, arrays, expected, 4)
+        shapes = (rows, k), (rows * len(jax.devices()), k), (k, width)
+        check_in_poisoned_rings(program, shapes, plan, 4)
 
 
 @case(dtype=("bfloat16", "float16"), plan=("pieces", "fused", "fused_256", "direct_128"))
@@ -136,51 +112,34 @@ def overlapped_sums_in_rank_order(dtype: str, plan: str) -> None:
     )
 
 
-@case(rows=(1, 127, 129, 384), plan=("fused", "fused_224", "wgrad", *overlapped_cases.WGRAD))
+@case(rows=(1, 127, 129, 384), plan=("fused", "fused_224", "wgrad", *WGRAD))
 def overlapped_both_gradients(rows: int, plan: str) -> None:
     """Every axis, with and without batches; matrices of unequal width; rings full of NaN before."""
-    mesh = line()
-    n = mesh.size
+    n = len(jax.devices())
     dtype = "float16" if rows == 129 else "bfloat16"
     k, widths = 520, (8, 136, 264)  # three rounds, or column tiles, of both gradients
-    for axis, batch in ((0, ()), (0, (3,)), (1, (2,)), (2, (2, 3))):
+    for axis, batch in AXES:
         shape = (*batch[:axis], rows, *batch[axis:])
         long = (*batch[:axis], rows * n, *batch[axis:])
-        x, y = zeros_and_ones(1, n, *shape, k), zeros_and_ones(2, n, *long, k)
-        cts = [zeros_and_ones(3 + i, n, *long, width) for i, width in enumerate(widths)]
-        ct = zeros_and_ones(6, n, *shape, 264)
-        ws = [zeros_and_ones(7 + i, n, k, width) for i, width in enumerate(widths)]
 
-        def f(x: Any, y: Any, ct: Any, *others: Any, axis: int = axis) -> Any:
-            cts, ws = [v[0] for v in others[:3]], [v[0] for v in others[3:]]
+        def program(lib: Any, x: Any, y: Any, ct: Any, *others: Any, axis: int = axis) -> Any:
+            cts, ws = list(others[:3]), others[3:]
 
             def gather(x: Any, *ws: Any) -> Any:
-                return jax_intranode.all_gather_matmul(x, list(ws), "x", gather_axis=axis)
+                return lib.all_gather_matmul(x, list(ws), "x", gather_axis=axis)
 
             def scatter(y: Any, v: Any) -> Any:
-                return jax_intranode.matmul_reduce_scatter(y, v, "x", scatter_dimension=axis)
+                return lib.matmul_reduce_scatter(y, v, "x", scatter_dimension=axis)
 
-            of_gather = jax.vjp(gather, x[0], *ws)[1](cts)
             # The first matrix is frozen. Matrices with a gradient come first.
-            of_some = jax.vjp(lambda *args: gather(args[0], ws[0], *args[1:]), x[0], *ws[1:])
-            of_scatter = jax.vjp(scatter, y[0], ws[2])[1](ct[0])
-            return [v[None] for v in (*of_gather, *of_some[1](cts), *of_scatter)]
+            of_some = jax.vjp(lambda *args: gather(args[0], ws[0], *args[1:]), x, *ws[1:])
+            of_scatter = jax.vjp(scatter, y, ws[2])[1](ct)
+            return *jax.vjp(gather, x, *ws)[1](cts), *of_some[1](cts), *of_scatter
 
-        arrays = [put(mesh, P("x"), v.astype(dtype)) for v in (x, y, ct, *cts, *ws)]
-        f = sharded(f, mesh, P("x"), P("x"))
-        program = overlapped_cases.both_gradients(f, arrays, plan, 3)
-        whole, whole_ct = np.concatenate(list(x), axis), np.concatenate(list(ct), axis)
-        by_rank = sum(np.einsum("r...n,rkn->r...k", c, w) for c, w in zip(cts, ws, strict=True))
-        by_x = np.stack(np.split(by_rank.sum(0), n, axis))
-        rows_first = whole.reshape(-1, k).T
-        by_w = [rows_first @ c.reshape(n, -1, c.shape[-1]) for c in cts]
-        expected = [
-            *(by_x, *by_w),
-            *(by_x, *by_w[1:]),
-            np.einsum("...n,rkn->r...k", whole_ct, ws[2]),
-            y.reshape(n, -1, k).swapaxes(1, 2) @ whole_ct.reshape(-1, 264),
-        ]
-        check_in_poisoned_rings(mesh, program, arrays, expected, 1 if batch else 3)
+        shapes = (*shape, k), (*long, k), (*shape, 264)
+        shapes += (*((*long, width) for width in widths), *((k, width) for width in widths))
+        compiled = functools.partial(both_gradients, calls=3)
+        check_in_poisoned_rings(program, shapes, plan, 1 if batch else 3, dtype, compiled)
 
 
 def small_gradients(lib: Any, x: Any, w: Any) -> Any:
@@ -192,10 +151,10 @@ def small_gradients(lib: Any, x: Any, w: Any) -> Any:
     return (by_x + by_y[: x.shape[0]]) % 3, ((by_w + by_v) % 5 == 1).astype(w.dtype)
 
 
-@case(plan=("wgrad", *overlapped_cases.WGRAD))
+@case(plan=("wgrad", *WGRAD))
 def overlapped_gradients_with_delays(plan: str) -> None:
     """Each rank in turn is late. Every gradient feeds the next step."""
-    compiled = overlapped_cases.both_gradients
+    compiled = both_gradients
     check_with_delays(small_gradients, lambda f, args: compiled(f, args, plan, 2))
 
 
@@ -285,7 +244,7 @@ def overlapped_replayed(plan: str) -> None:
         def f(x: Any, w: Any) -> Any:
             v, u = x[0], w[0]
             for _ in range(4):
-                if overlapped_cases.PLANS[plan].wgrad:
+                if PLANS[plan].wgrad:
                     v, u = small_gradients(lib, v, u)
                 else:
                     v = small_layer(lib, v, u)
@@ -295,8 +254,8 @@ def overlapped_replayed(plan: str) -> None:
 
     arrays = [put(mesh, P("x"), v.astype(jnp.bfloat16)) for v in (x, w)]
     theirs = jax.jit(program(OF_LAX))(*arrays)
-    mine = overlapped_cases.both_gradients(program(jax_intranode), arrays, plan, 8)
-    calls = 16 if overlapped_cases.PLANS[plan].wgrad else 8
+    mine = both_gradients(program(jax_intranode), arrays, plan, 8)
+    calls = 16 if PLANS[plan].wgrad else 8
     counts = []
     for _ in range(12):
         check_like(mine(*arrays), theirs, 0)

@@ -1,17 +1,18 @@
 """What cases of overlapped collective matmuls share: plans, compilation, and poisoned rings."""
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import cases
 import jax
 import numpy as np
 import pytest
-from cases import Case, check, put, sharded
+from cases import Case, check_like, line, put, sharded
 from jax import lax
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
+from models import OF_LAX
 
 import jax_intranode
 from jax_intranode._src.group import agreed
@@ -128,13 +129,31 @@ def poison(mesh: Mesh) -> None:
 
 
 def check_in_poisoned_rings(
-    mesh: Mesh, program: Any, arrays: Sequence[Any], expected: Sequence[Any], times: int
+    program: Callable[..., Any],
+    shapes: Sequence[Sequence[int]],
+    plan: str,
+    times: int,
+    dtype: str = "bfloat16",
+    compiled: Callable[..., Any] = overlapped,
 ) -> None:
-    """A program's results are exact, also when the rings were full of NaN before it."""
-    dtype = jax.tree.leaves(arrays)[0].dtype
+    """Results are exactly lax's, also when the rings were full of NaN before.
+
+    The program is a function of a library and of a rank's operands, which have these shapes.
+    """
+    mesh = line()
+
+    def of(lib: Any) -> Any:
+        def body(*args: Any) -> Any:
+            return [v[None] for v in program(lib, *(arg[0] for arg in args))]
+
+        return sharded(body, mesh, P("x"), P("x"))
+
+    values = (zeros_and_ones(k, mesh.size, *shape) for k, shape in enumerate(shapes))
+    arrays = [put(mesh, P("x"), v.astype(dtype)) for v in values]
+    theirs = jax.jit(of(OF_LAX))(*arrays)
+    ours = compiled(of(jax_intranode), arrays, plan)
     for _ in range(times):
         settle(mesh)
         poison(mesh)
         settle(mesh)
-        for result, want in zip(program(*arrays), expected, strict=True):
-            check(result, want.astype(dtype))
+        check_like(ours(*arrays), theirs, 0)

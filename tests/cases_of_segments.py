@@ -66,14 +66,6 @@ def trees_in_segments() -> None:
             cases.check(result, cases.reference("psum", part))
 
 
-@functools.partial(jax.jit, static_argnames=("count", "dtype"))
-def value_of(rank: Any, count: int, dtype: str) -> Any:
-    """A rank's operand: integers, so that sums are exact."""
-    factors = jnp.array([2654435761, 40503], jnp.uint32)
-    at = jnp.arange(count, dtype=jnp.uint32) * factors[0] + jnp.uint32(rank) * factors[1]
-    return ((at >> 16) % 17).astype(dtype) - 8
-
-
 @case(mib=(16, 64, 256, 1024))
 def large_messages_in_segments(mib: int) -> None:
     """Of 4 MiB, donated, first eagerly, then replayed. They are compared on the devices."""
@@ -81,25 +73,12 @@ def large_messages_in_segments(mib: int) -> None:
     if mesh.devices.flat[0].platform != "gpu":
         pytest.skip("needs GPUs; on CPU devices it would take minutes")
     n, count = mesh.size, (mib << 20) // 2
-    part = count // n
 
-    def operand(rank: Any, count: int = count) -> Any:
-        return value_of(rank, count, "bfloat16")
-
-    def total(begin: Any = 0, length: int = count) -> Any:
-        return sum(lax.dynamic_slice_in_dim(operand(r), begin, length) for r in range(n))
-
-    def expected(operation: str) -> Any:
-        rank = lax.axis_index("x")
-        if operation == "psum_scatter":
-            return total(rank * part, part)
-        if operation in ("pmax", "pmin"):
-            of = jnp.maximum if operation == "pmax" else jnp.minimum
-            return functools.reduce(of, (operand(r) for r in range(n)))
-        if operation == "all_to_all":
-            shards = (lax.dynamic_slice_in_dim(operand(r), rank * part, part) for r in range(n))
-            return jnp.concatenate(list(shards))
-        return jnp.concatenate([operand(r, part) for r in range(n)])
+    def operand(operation: str) -> Any:
+        """Integers, so that sums are exact."""
+        at = jnp.arange(count // n if operation == "all_gather" else count, dtype=jnp.uint32)
+        at = at * jnp.uint32(2654435761) + lax.axis_index("x").astype(jnp.uint32) * 40503
+        return ((at >> 16) % 17).astype("bfloat16") - 8
 
     def run(operation: str, v: Any) -> Any:
         few = [jax_intranode.psum(v[:k], "x") for k in range(1, 6)]  # XLA makes no smaller graphs
@@ -110,12 +89,12 @@ def large_messages_in_segments(mib: int) -> None:
         return jnp.concatenate(jax_intranode.psum(arrays, "x")), few
 
     def wrong(operation: str, result: Any) -> Any:
-        want = total() if operation in ("psum", "tree") else expected(operation)
+        of_lax = "psum" if operation == "tree" else operation
+        want = apply(of_lax, operand(operation), lib=lax)
         return (result != want).sum(dtype=jnp.int32)[None]
 
     for operation in (*SEGMENTED, "tree"):
-        own = functools.partial(operand, count=part if operation == "all_gather" else count)
-        make = jax.jit(sharded(lambda own=own: own(lax.axis_index("x")), mesh, (), P("x")))
+        make = jax.jit(sharded(functools.partial(operand, operation), mesh, (), P("x")))
         with in_segments(4 << 20):
             f = sharded(functools.partial(run, operation), mesh, P("x"), P("x"))
             program = compiled_of_ours(f, make(), donate_argnums=0)
@@ -129,8 +108,6 @@ def large_messages_in_segments(mib: int) -> None:
             handled.append(extension.handler_calls() - before)
             found = compare(result)
             assert int(np.asarray(found.addressable_shards[0].data)[0]) == 0, operation
-            del (
-                result,
-                found,
-            )  # the next call gets the same memory, so that XLA need not capture anew
+            # The next call gets the same memory, so that XLA need not capture anew.
+            del result, found
         assert handled[0] > 0 and 0 in handled, handled

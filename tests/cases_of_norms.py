@@ -3,21 +3,17 @@
 Results must have the bits of norm_oracle.py on every rank. The contract has their gradients.
 """
 
-import functools
 from typing import Any
 
 import cases
 import jax
 import norm_oracle
 import numpy as np
-from cases import Case, check, compiled_of_ours, everywhere, forced, line, put, sharded
+from cases import case, check, compiled_of_ours, everywhere, forced, line, put, sharded
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 import jax_intranode
-
-CASES: dict[str, Case] = {}
-case = functools.partial(cases.case, into=CASES)
 
 NORMS = ("rms_norm", "layer_norm")
 EPS = 1e-5
@@ -72,7 +68,7 @@ def check_bits(mesh: Mesh, norm: str, arrays: list[np.ndarray], **options: Any) 
 
 
 @case(dtype=cases.FLOATS, algorithm=("one_shot", "two_shot"), norm=NORMS)
-def every_dtype_and_length(dtype: str, algorithm: str, norm: str) -> None:
+def norms_of_every_dtype_and_length(dtype: str, algorithm: str, norm: str) -> None:
     mesh = line()
     with forced(algorithm):
         for rows, hidden, bias, parameters in (
@@ -86,7 +82,7 @@ def every_dtype_and_length(dtype: str, algorithm: str, norm: str) -> None:
 
 
 @case(dtype=cases.FLOATS, hidden=(4096, 8200, 16384), algorithm=("one_shot", "two_shot"))
-def long_rows(dtype: str, hidden: int, algorithm: str) -> None:
+def norms_of_long_rows(dtype: str, hidden: int, algorithm: str) -> None:
     """Rows of which a thread has several packs; a group of 8 CPU devices has no room for them."""
     mesh = line(min(len(jax.devices()), 2))
     if not cases.takes_part(mesh):
@@ -96,7 +92,7 @@ def long_rows(dtype: str, hidden: int, algorithm: str) -> None:
 
 
 @case(world=(2, 3, 4, 5, 6, 7, 8), algorithm=("one_shot", "two_shot"))
-def every_world_size(world: int, algorithm: str) -> None:
+def norms_of_every_world_size(world: int, algorithm: str) -> None:
     mesh = line(world)
     if not cases.takes_part(mesh):
         return
@@ -106,7 +102,7 @@ def every_world_size(world: int, algorithm: str) -> None:
 
 
 @case(dtype=cases.FLOATS)
-def unusual_values(dtype: str) -> None:
+def norms_of_unusual_values(dtype: str) -> None:
     """NaNs of any pattern, infinities, zeros of both signs, subnormals, huge and tiny rows."""
     mesh = line()
     kind = np.dtype(dtype)
@@ -131,7 +127,7 @@ def unusual_values(dtype: str) -> None:
 
 
 @case(dtype=("bfloat16", "float32"))
-def batch_invariance(dtype: str) -> None:
+def norms_of_batches(dtype: str) -> None:
     """A row has the same bits alone, among others, and in several operations of one call."""
     mesh = line()
     # More rows than fit an epoch buffer of CPU devices.
@@ -149,7 +145,7 @@ def batch_invariance(dtype: str) -> None:
 
 
 @case(dtype=cases.FLOATS, norm=NORMS)
-def parts_of_the_rows(dtype: str, norm: str) -> None:
+def norms_of_parts(dtype: str, norm: str) -> None:
     """reduce_scatter gives each rank its rows of what psum gives, on either dimension."""
     mesh = line()
     n = mesh.size

@@ -5,7 +5,7 @@ import functools
 import cases_of_collectives  # noqa: F401
 import cases_of_experts  # noqa: F401
 import cases_of_matmuls  # noqa: F401
-import cases_of_norms
+import cases_of_norms  # noqa: F401
 import cases_of_ragged  # noqa: F401
 import cases_of_rewriting
 import cases_of_segments  # noqa: F401
@@ -38,7 +38,6 @@ def _runs(row: contract.Row) -> bool:
 
 CASES = {
     **OF_COLLECTIVES,
-    **{f"norm_{name}": case for name, case in cases_of_norms.CASES.items()},
     **{
         f"contract_{name}": Case(name, functools.partial(in_ranks, name), row.devices)
         for name, row in contract.ROWS.items()

@@ -7,6 +7,7 @@ import cases
 import cases_of_collectives  # noqa: F401
 import cases_of_experts  # noqa: F401
 import cases_of_matmuls  # noqa: F401
+import cases_of_norms  # noqa: F401
 import cases_of_ragged  # noqa: F401
 import cases_of_segments  # noqa: F401
 import jax
@@ -42,6 +43,15 @@ QUICK = {
     "experts_in_a_loop": ("-3",),
     "random_permutes": (),
     "rewritten_program": ("-0", "-2", "-13"),
+    "norms_of_every_dtype_and_length": (
+        *("bfloat16-one_shot-rms_norm", "float32-two_shot-layer_norm"),
+        "float16-one_shot-layer_norm",
+    ),
+    "norms_of_long_rows": ("bfloat16-16384-one_shot",),
+    "norms_of_every_world_size": ("3-two_shot", "8-one_shot"),
+    "norms_of_unusual_values": ("bfloat16",),
+    "norms_of_batches": ("bfloat16",),
+    "norms_of_parts": ("bfloat16-rms_norm",),
 }
 
 

@@ -1,18 +1,15 @@
-"""psum_residual_rms_norm and its relatives, in one process with all devices."""
+"""psum_residual_rms_norm and its relatives: selection, fallbacks, and gradients."""
 
 from typing import Any
 
 import cases
-import cases_of_norms
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from cases import line, sharded
 from cases_of_norms import EPS, normal
-from devices import need_devices
 from jax.sharding import PartitionSpec as P
-from tiers import full
 
 import jax_intranode
 from jax_intranode._src import reasons
@@ -20,39 +17,6 @@ from jax_intranode._src.native import definitions
 from jax_intranode._src.selection import select, table
 
 pytestmark = pytest.mark.one_version
-
-# The quick tier runs these of the cases that come in many dtypes and algorithms.
-QUICK = {
-    "every_dtype_and_length": (
-        *("bfloat16-one_shot-rms_norm", "float32-two_shot-layer_norm"),
-        "float16-one_shot-layer_norm",
-    ),
-    "long_rows": ("bfloat16-16384-one_shot",),
-    "every_world_size": ("3-two_shot", "8-one_shot"),
-    "unusual_values": ("bfloat16",),
-    "batch_invariance": ("bfloat16",),
-    "parts_of_the_rows": ("bfloat16-rms_norm",),
-}
-
-
-def is_quick(name: str) -> bool:
-    of, _, parameters = name.partition("-")
-    return parameters in QUICK.get(of, (parameters,))
-
-
-@pytest.mark.parametrize(
-    "name",
-    [name if is_quick(name) else full(name) for name in cases_of_norms.CASES],
-)
-def test_case(name: str) -> None:
-    case = cases_of_norms.CASES[name]
-    need_devices(case.devices)
-    case.run()
-
-
-def test_quick_cases_exist() -> None:
-    for of, chosen in QUICK.items():
-        assert {f"{of}-{parameters}" for parameters in chosen} <= cases_of_norms.CASES.keys()
 
 
 def program(f: Any, *shapes: tuple[int, ...], dtype: Any = jnp.float32) -> tuple[Any, list[Any]]:

@@ -44,7 +44,7 @@ QUICK: dict[str, tuple[Sequence[str], Sequence[str]]] = {
         ("cond", "extremes-in-gradients"),
         ("device-order-changed", "several-axes", "permutations"),
     ),
-    "norm": (("every_dtype_and_length-bfloat16-two_shot-rms_norm",), ()),
+    "norms": (("of_every_dtype_and_length-bfloat16-two_shot-rms_norm",), ()),
 }
 
 
@@ -53,7 +53,7 @@ def is_quick(name: str, world: int) -> bool:
 
     Of other functions those that need four devices run in four processes, the others in two.
     """
-    separator = "_" if name.startswith(("contract_", "norm_")) else "-"
+    separator = "_" if name.startswith(("contract_", "norms_")) else "-"
     function, _, parameters = name.partition(separator)
     if function in QUICK:
         return parameters in QUICK[function][world > 2]
@@ -75,6 +75,6 @@ def test_case(name: str, outcome: str) -> None:
 
 def test_quick_cases_exist() -> None:
     for function, of_worlds in QUICK.items():
-        separator = "_" if function in ("contract", "norm") else "-"
+        separator = "_" if function in ("contract", "norms") else "-"
         for parameters in filter(None, itertools.chain(*of_worlds)):
             assert f"{function}{separator}{parameters}" in CASES

@@ -97,10 +97,7 @@ def cond_replayed(lib: Any) -> Any:
 # Batching.
 
 
-@row(
-    "`vmap` inside shard_map: any axis, some operands, some leaves, nested; of `cond`",
-    How.ACCELERATED,
-)
+@row("`vmap` inside shard_map: any axis, some operands or leaves, nested, `cond`", How.ACCELERATED)
 def vmap_inside(lib: Any) -> Any:
     def body(v: Any, w: Any) -> Any:
         of_rows = jax.vmap(lambda r: lib.psum(r, "x"))(v)

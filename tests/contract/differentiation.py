@@ -103,9 +103,7 @@ def loss(f: Any) -> Any:
 # Gradients.
 
 
-@row(
-    "`grad` and `value_and_grad` outside, of operands that vary, are replicated, both", How.DERIVED
-)
+@row("`grad` and `value_and_grad` outside, of varying and replicated operands", How.DERIVED)
 def grad_outside(lib: Any) -> Any:
     def transform(f: Any) -> Any:
         return jax.value_and_grad(loss(f), argnums=(0, 1))
@@ -199,9 +197,7 @@ def tangents(lib: Any) -> Any:
     ]
 
 
-@row(
-    "`jvp` of `grad`, `grad` of `jvp`, `grad` of `grad`, `jacfwd`, `jacrev`, `hessian`", How.DERIVED
-)
+@row("`jvp` of `grad`, `grad` of `jvp` and `grad`, `jacfwd`, `jacrev`, `hessian`", How.DERIVED)
 def jacobians(lib: Any, check: bool) -> Any:
     def f(v: Any, w: Any) -> Any:
         half = lib.psum_scatter(v * v * w, "x", tiled=True)[0, :1]

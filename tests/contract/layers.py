@@ -462,9 +462,7 @@ def ragged(lib: Any) -> Any:
     return [with_ragged(lib, transform, kind) for kind, transform in transforms.items()]
 
 
-@row(
-    "`vmap` of `ragged_all_to_all` and of its gradient: any axes of any arguments", How.ACCELERATED
-)
+@row("`vmap` of `ragged_all_to_all` and its gradient: any axes of any arguments", How.ACCELERATED)
 def ragged_batched(lib: Any) -> Any:
     some = (0, *[None] * 5), (None, 1, 0, None, 0, None)
     return [with_ragged(lib, with_gradients, "over", axes) for axes in some]

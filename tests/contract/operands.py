@@ -20,10 +20,7 @@ from jax_intranode._src import operations
 # Pytrees.
 
 
-@row(
-    "a pytree: dict, list, tuple, None, namedtuple, a registered class, nested; 40 arrays",
-    How.ACCELERATED,
-)
+@row("a pytree: dict, list, tuple, None, namedtuple, a class, nested, 40 arrays", How.ACCELERATED)
 def pytrees(lib: Any) -> Any:
     Pair = collections.namedtuple("Pair", ["left", "right"])
 
@@ -217,11 +214,7 @@ def held_by_references(lib: Any) -> Any:
 # Shapes and layouts.
 
 
-@row(
-    "scalar arrays, arrays of one element and of many dimensions; transposed, strided and "
-    "reversed operands",
-    How.ACCELERATED,
-)
+@row("arrays of one element, of many dimensions, transposed, strided, reversed", How.ACCELERATED)
 def shapes(lib: Any) -> Any:
     def of_one(v: Any) -> Any:
         results = (

@@ -25,11 +25,7 @@ def types_of_results(lib: Any) -> Any:
     return rows.types_inside(body, small(8, 3))
 
 
-@row(
-    "operands that vary over some of the mesh's axes, or (`check_vma=False`) of the summed ones",
-    How.ACCELERATED,
-    devices=4,
-)
+@row("operands that vary over some of the mesh's or the summed axes", How.ACCELERATED, 4)
 def partly_varying(lib: Any, check: bool) -> Any:
     seen = []
 
@@ -135,9 +131,7 @@ def nested_shard_map(lib: Any) -> Any:
     return run(shmap(body, square(), P("x"), specs, axis_names={"x"}), small(8, 6))
 
 
-@row(
-    "`set_mesh` of Auto and of Explicit axes: values, and types inside and outside", How.ACCELERATED
-)
+@row("`set_mesh` of Auto and of Explicit axes: values, types in- and outside", How.ACCELERATED)
 def axes_of_set_mesh(lib: Any) -> Any:
     def over(of: AxisType) -> Any:
         mesh = Mesh(np.array(jax.devices()[:2]), ("x",), axis_types=(of,))
@@ -168,10 +162,7 @@ def pmap(lib: Any) -> Any:
     return jax.pmap(f, axis_name="i", devices=jax.devices()[:2])(small(2, 4, 3))
 
 
-@row(
-    "`pmap` with `axis_index_groups`, with a name bound by vmap, and with an unbound name",
-    How.AS_LAX,
-)
+@row("`pmap` with `axis_index_groups`, a name bound by vmap, and an unbound name", How.AS_LAX)
 def pmap_as_lax(lib: Any) -> Any:
     def mapped(g: Any) -> Any:
         return jax.pmap(g, axis_name="i", devices=jax.devices()[:2])(small(2, 4, 3))

@@ -277,24 +277,18 @@ def forced(*algorithms: str) -> Iterator[None]:
         yield
 
 
-@contextlib.contextmanager
-def ours_up_to(nbytes: int) -> Iterator[None]:
+def ours_up_to(nbytes: int) -> Any:
     """Selects our algorithms on the CPU up to this size, even where lax is faster."""
-    table_before = table.TABLE
-    table.TABLE = {
-        key: (*rows[:-1], dataclasses.replace(rows[-1], nbytes=max(nbytes, rows[-1].nbytes)))
-        if key[0] == "cpu"
-        else rows
-        for key, rows in table_before.items()
-    }
-    try:
-        yield
-    finally:
-        table.TABLE = table_before
+
+    def longer(*rows: table.Row) -> tuple[table.Row, ...]:
+        last = dataclasses.replace(rows[-1], nbytes=max(nbytes, rows[-1].nbytes))
+        return *rows[:-1], last
+
+    changed = {key: longer(*rows) for key, rows in table.TABLE.items() if key[0] == "cpu"}
+    return mock.patch.object(table, "TABLE", table.TABLE | changed)
 
 
-@contextlib.contextmanager
-def in_segments(nbytes: int) -> Iterator[None]:
+def in_segments(nbytes: int) -> Any:
     """Selects our algorithms at all sizes, in segments of at most this size."""
 
     def cut(operation: str, row: table.Row) -> table.Row:
@@ -304,12 +298,8 @@ def in_segments(nbytes: int) -> Iterator[None]:
         threads = min(row.threads, 32)  # so that a GPU has several blocks
         return table.Row(1 << 40, algorithm, threads, row.blocks, nbytes)
 
-    table_before = table.TABLE
-    table.TABLE = {key: (cut(key[2], rows[-1]),) for key, rows in table_before.items()}
-    try:
-        yield
-    finally:
-        table.TABLE = table_before
+    changed = {key: (cut(key[2], rows[-1]),) for key, rows in table.TABLE.items()}
+    return mock.patch.object(table, "TABLE", changed)
 
 
 def segments_of(text: str) -> list[int]:
@@ -335,11 +325,5 @@ def set_epochs(mesh: Mesh, epoch: int) -> None:
                 module.write_word(ordinal, header + 4 * block, epoch)
 
 
-@contextlib.contextmanager
-def x64(dtype: str) -> Iterator[None]:
-    before = jax.config.jax_enable_x64
-    jax.config.update("jax_enable_x64", before or dtype in ("float64", "int64", "uint64"))
-    try:
-        yield
-    finally:
-        jax.config.update("jax_enable_x64", before)
+def x64(dtype: str) -> Any:
+    return jax.enable_x64(jax.config.jax_enable_x64 or dtype in ("float64", "int64", "uint64"))

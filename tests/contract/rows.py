@@ -363,8 +363,3 @@ def inside_raised(body: Callable[..., Any], *values: Any, **options: Any) -> dic
 def on_line(v: np.ndarray, spec: P = BY_X) -> jax.Array:
     """An array on the two devices of `line()`."""
     return jax.device_put(v, NamedSharding(line(), spec))
-
-
-def on_square(order: tuple[int, ...], values: np.ndarray) -> tuple[Mesh, jax.Array]:
-    mesh = square(order)
-    return mesh, jax.device_put(values, NamedSharding(mesh, P("x", "y")))

@@ -189,7 +189,8 @@ def device_order_changed(lib: Any) -> Any:
     values, results = small(8, 6), []
     # With stale device ids the groups of "x" would be wrong.
     for order in ((0, 1, 2, 3), (3, 1, 0, 2), (0, 1, 2, 3)):
-        mesh, x = rows.on_square(order, values)
+        mesh = square(order)
+        x = jax.device_put(values, NamedSharding(mesh, P("x", "y")))
         with jax.set_mesh(mesh):
             results.append(f(x))
             PROGRAMS.append(f.lower(values).compile().as_text())

@@ -9,11 +9,12 @@ import pytest
 from jax_intranode._src.selection import config
 
 ROOT = Path(__file__).resolve().parent.parent
+DOCS = ROOT / "docs"
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("tools/*.md")])
 
 pytestmark = [
     pytest.mark.one_version,
-    pytest.mark.skipif(not PAGES, reason="the pages are not here"),
+    pytest.mark.skipif(not DOCS.exists(), reason="the pages are not here"),
 ]
 
 
@@ -43,54 +44,39 @@ def links(page: Path) -> list[str]:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_links_resolve(page: Path) -> None:
+def test_links_resolve_and_named_files_exist(page: Path) -> None:
+    """Of files, paths in code spans, but those after the word "new"."""
     for target in links(page):
         name, _, anchor = target.partition("#")
         linked = (page.parent / name).resolve() if name else page
         assert linked.exists(), f"{target}: no such file"
-        if anchor:
-            assert anchor in anchors(linked), f"{target}: no such heading"
-
-
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_named_files_exist(page: Path) -> None:
-    """Paths in code spans, but those after the word "new"."""
+        assert not anchor or anchor in anchors(linked), f"{target}: no such heading"
     folders = "xla_ffi|jax_intranode|docs|examples|tests|tools|cmake"
     if (ROOT / ".ci").exists():  # the sdist lacks these
         folders += "|\\.ci"
-    span = rf"(?<!new )`((?:_src|{folders})/[\w./]+)`"
-    for name in re.findall(span, page.read_text()):
+    for name in re.findall(rf"(?<!new )`((?:_src|{folders})/[\w./]+)`", page.read_text()):
         path = ROOT / ("jax_intranode/" + name if name.startswith("_src") else name)
         assert path.exists(), f"{name}: no such file"
 
 
 def test_named_tests_exist() -> None:
-    page = ROOT / "CONTRIBUTING.md"
-    if not page.exists():
-        pytest.skip("the docs are not here")
     sources = "".join(file.read_text() for file in ROOT.glob("tests/**/test_*.py"))
-    names = re.findall(r"`(test_\w+)`", page.read_text())
+    names = re.findall(r"`(test_\w+)`", (ROOT / "CONTRIBUTING.md").read_text())
     assert len(names) > 20
     assert [name for name in names if f"def {name}(" not in sources] == []
 
 
 def test_the_index_has_every_page_once() -> None:
     """The first link of each item is its page. The site's side bar is made of them (conf.py)."""
-    index = ROOT / "docs" / "README.md"
-    if not index.exists():
-        pytest.skip("the docs are not here")
+    index = DOCS / "README.md"
     items = re.findall(r"^- \[.*?\]\(([^)]+)\)", index.read_text(), re.MULTILINE)
     listed = Counter((index.parent / item).resolve() for item in items)
-    if not (ROOT / "tools").exists():  # the sdist has no tools
-        del listed[ROOT / "tools" / "README.md"]
     pages = {*PAGES, *ROOT.glob("docs/*.rst")} - {index, ROOT / "README.md"}
     assert listed == Counter(pages)
 
 
 def test_the_page_of_examples_shows_each_once() -> None:
-    page = ROOT / "docs" / "examples.rst"
-    if not page.exists():
-        pytest.skip("the docs are not here")
+    page = DOCS / "examples.rst"
     shown = re.findall(r"^\.\. literalinclude:: \.\./(.*)$", page.read_text(), re.MULTILINE)
     files = (file for end in ("py", "cu") for file in ROOT.glob(f"examples/**/*.{end}"))
     assert Counter(shown) == Counter(str(file.relative_to(ROOT)) for file in files)
@@ -100,9 +86,7 @@ def test_the_page_of_examples_shows_each_once() -> None:
 
 
 def test_the_environment_page_agrees_with_config() -> None:
-    page = ROOT / "docs" / "environment.md"
-    if not page.exists():
-        pytest.skip("the docs are not here")
+    page = DOCS / "environment.md"
     rows = re.findall(r"^\| `(\w+)` \|(.*)\|$", page.read_text(), re.MULTILINE)
     assert [(name, row.strip()) for name, row in rows] == [
         (v.name, f"{v.values} | {v.default} | {v.meaning}")
@@ -113,14 +97,11 @@ def test_the_environment_page_agrees_with_config() -> None:
 
 
 def test_the_errors_page_has_texts_that_exist() -> None:
-    page = ROOT / "docs" / "errors.md"
-    if not page.exists() or not (ROOT / "xla_ffi").exists():
-        pytest.skip("the sources are not here")
     ours = ("jax_intranode/**/*.py", "jax_intranode/include/**/*.h", "xla_ffi/**/*.[ch]*")
     files = [file for pattern in ours for file in ROOT.glob(pattern)]
     # Literals that stand side by side are one text.
     sources = "".join(re.sub(r'"\s*f?"', "", file.read_text()) for file in files)
-    cells = re.findall(r"^\| (`.*?) \|", page.read_text(), re.MULTILINE)
+    cells = re.findall(r"^\| (`.*?) \|", (DOCS / "errors.md").read_text(), re.MULTILINE)
     cells = [cell for cell in cells if " (from " not in cell]  # not those of JAX and CUDA
     texts = [text for cell in cells for text in re.findall("`(.*?)`", cell)]
     assert len(texts) > 30

@@ -21,14 +21,10 @@ pytestmark = [
 ]
 
 
-def programs() -> dict[str, str]:
-    """The text of each Python block whose first line is a comment with the name of a file."""
-    pages = [page.read_text() for page in PAGES if page.exists()]
-    found = [re.findall(r"^```python\n(# \w+\.py\n.*?)^```$", page, re.M | re.S) for page in pages]
-    return {block.split()[1]: block for blocks in found for block in blocks}
-
-
-PROGRAMS = programs()
+TEXT = "".join(page.read_text() for page in PAGES if page.exists())
+# Each Python block whose first line is a comment with the name of a file.
+BLOCKS = re.findall(r"^```python\n(# \w+\.py\n.*?)^```$", TEXT, re.M | re.S)
+PROGRAMS = {block.split()[1]: block for block in BLOCKS}
 OF_PROCESSES = [name for name, text in PROGRAMS.items() if "jax.distributed.initialize" in text]
 # .ci/run runs those of the other pages once, after pytest.
 QUICK = ("layer.py", "process_per_gpu.py")
@@ -82,13 +78,10 @@ def ran(
     return {name: (codes[name], (folder / f"{name}.out").read_text()) for name in names}
 
 
-def test_the_command_that_ci_runs_is_there() -> None:
+def test_programs_and_the_command_that_ci_runs_are_there() -> None:
+    assert {*QUICK} <= PROGRAMS.keys()
     command = re.findall(r'grep -m1 -o "(.*)" README', (ROOT / ".ci" / "run").read_text())
     assert re.search(command[0], README.read_text())
-
-
-def test_both_kinds_of_programs_are_there() -> None:
-    assert 0 < len(OF_PROCESSES) < len(PROGRAMS), list(PROGRAMS)
 
 
 @pytest.mark.parametrize("name", quick([p for p in PROGRAMS if p not in OF_PROCESSES], QUICK))
@@ -111,8 +104,7 @@ def test_the_output_in_the_readme(ran: dict[str, tuple[str, str]]) -> None:
 def test_process_per_device(name: str, tmp_path: Path) -> None:
     need_devices(2)
     (tmp_path / name).write_text(PROGRAMS[name])
-    pages = "".join(page.read_text() for page in PAGES if page.exists())
-    command = re.search(rf"^    (python -m jax_intranode launch -n 2 (?:.* )?{name})$", pages, re.M)
+    command = re.search(rf"^    (python -m jax_intranode launch -n 2 (?:.* )?{name})$", TEXT, re.M)
     assert command, name
     done = python(*command[1].split()[1:], cwd=tmp_path)
     assert done.returncode == 0, done.stdout

@@ -28,14 +28,6 @@ def run_python(code: str, *flags: str, **where: str | Path) -> subprocess.Comple
     return python(*flags, "-c", code, stderr=subprocess.PIPE, JAX_PLATFORMS="cpu", **where)
 
 
-def output_of(code: str) -> str:
-    """The output of code that succeeds in a fresh process with the installed package."""
-    # -P: the current directory may hold the source tree, in which nothing is built.
-    done = run_python(code, "-P")
-    assert done.returncode == 0, done.stderr
-    return done.stdout
-
-
 # Files.
 
 
@@ -56,13 +48,7 @@ def test_files() -> None:
     assert in_the_tree == {file for file in files if file.endswith(".py")}
 
 
-# The files of a release.
-
-PYPROJECT = ROOT / "pyproject.toml"
-in_the_sources = pytest.mark.skipif(not PYPROJECT.exists(), reason="the sources are not here")
-
-
-@in_the_sources
+@pytest.mark.skipif(not (ROOT / "pyproject.toml").exists(), reason="the sources are not here")
 def test_the_version_is_in_one_place() -> None:
     version = jax_intranode.__version__
     names = ("pyproject.toml", "CMakeLists.txt", "CITATION.cff", "docs/conf.py")
@@ -109,9 +95,9 @@ def test_import_from_the_source_tree() -> None:
 # The runtime is older than the headers of the build. The import must fail before it registers any
 # handler: JAX starts no backend if one handler is too new.
 
-_IMPORT = """
+IMPORT = """
 import jax
-jax.ffi.include_dir = lambda: {include!r}
+jax.ffi.include_dir = lambda: "."
 registered = []
 jax.ffi.register_ffi_target = lambda name, *_, **__: registered.append(name)
 try:
@@ -122,16 +108,16 @@ print(registered, jax.numpy.ones(3).sum())
 """
 
 
-def write_header(include: Path, major: int, minor: int) -> None:
-    header = include / "xla" / "ffi" / "api" / "c_api.h"
-    header.parent.mkdir(parents=True)
-    header.write_text(f"#define XLA_FFI_API_MAJOR {major}\n#define XLA_FFI_API_MINOR {minor}\n")
-
-
 def test_old_runtime(tmp_path: Path) -> None:
     major, minor = extension.module("cpu").FFI_API_VERSION
-    write_header(tmp_path, major, minor - 1)
-    message, rest = output_of(_IMPORT.format(include=str(tmp_path))).split("\n", 1)
+    header = tmp_path / "xla" / "ffi" / "api" / "c_api.h"
+    header.parent.mkdir(parents=True)
+    versions = (("MAJOR", major), ("MINOR", minor - 1))
+    header.write_text("".join(f"#define XLA_FFI_API_{name} {n}\n" for name, n in versions))
+    # -P: the current directory may hold the source tree, in which nothing is built.
+    done = run_python(IMPORT, "-P", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    message, rest = done.stdout.split("\n", 1)
     assert f"built against FFI headers {major}.{minor}, but" in message
     assert f"jaxlib has {major}.{minor - 1}. Install a newer jaxlib" in message
     assert rest == "[] 3.0\n"
@@ -140,32 +126,30 @@ def test_old_runtime(tmp_path: Path) -> None:
 # CMake's choice of a CUDA compiler.
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (("JAX_INTRANODE_CUDA=MAYBE",), "JAX_INTRANODE_CUDA=MAYBE: use one of AUTO, ON, OFF."),
-        (("JAX_INTRANODE_CUDA=1",), "JAX_INTRANODE_CUDA=1: use one of AUTO, ON, OFF."),
-        (("JAX_INTRANODE_CUDA=ON",), "JAX_INTRANODE_CUDA=ON, but no nvcc was found that works;"),
-        (("JAX_INTRANODE_CUDA=AUTO", "NVIDIA_DEVICE=/not/there"), None),
-        (
-            ("JAX_INTRANODE_CUDA=AUTO", f"NVIDIA_DEVICE={__file__}"),
-            "but no nvcc was found that works; set CUDACXX, CUDA_HOME or JAX_INTRANODE_CUDA_WH",
-        ),
-        (
-            ("JAX_INTRANODE_CUDA=ON", "JAX_INTRANODE_CUDA_WHEELS=ON", "Python_EXECUTABLE=false"),
-            "JAX_INTRANODE_CUDA_WHEELS=1, but false has no nvcc.",
-        ),
-        (("JAX_INTRANODE_CUDA=OFF", f"NVIDIA_DEVICE={__file__}"), None),
-    ],
-)
-def test_cuda_options(options: tuple[str, ...], message: str | None, tmp_path: Path) -> None:
-    cmake = shutil.which("cmake")
-    if cmake is None:
-        pytest.skip("no cmake on PATH")
-    script = ROOT / "cmake" / "FindCudaCompiler.cmake"
-    command = [cmake, *(f"-D{option}" for option in options), "-P", str(script)]
+# Options after JAX_INTRANODE_CUDA, and the error.
+CUDA_OPTIONS = [
+    ("=MAYBE", "JAX_INTRANODE_CUDA=MAYBE: use one of AUTO, ON, OFF."),
+    ("=1", "JAX_INTRANODE_CUDA=1: use one of AUTO, ON, OFF."),
+    ("=ON", "JAX_INTRANODE_CUDA=ON, but no nvcc was found that works;"),
+    ("=AUTO -DNVIDIA_DEVICE=/not/there", None),
+    (
+        f"=AUTO -DNVIDIA_DEVICE={__file__}",
+        "but no nvcc was found that works; set CUDACXX, CUDA_HOME or JAX_INTRANODE_CUDA_WH",
+    ),
+    (
+        "=ON -DJAX_INTRANODE_CUDA_WHEELS=ON -DPython_EXECUTABLE=false",
+        "JAX_INTRANODE_CUDA_WHEELS=1, but false has no nvcc.",
+    ),
+    (f"=OFF -DNVIDIA_DEVICE={__file__}", None),
+]
+
+
+@pytest.mark.skipif(not shutil.which("cmake"), reason="no cmake on PATH")
+@pytest.mark.parametrize(("options", "message"), CUDA_OPTIONS)
+def test_cuda_options(options: str, message: str | None, tmp_path: Path) -> None:
+    command = f"cmake -DJAX_INTRANODE_CUDA{options} -P {ROOT}/cmake/FindCudaCompiler.cmake"
     done = subprocess.run(
-        command,
+        command.split(),
         cwd=tmp_path,  # CMake tries the compiler there
         env={**os.environ, "CUDACXX": "false"},  # a compiler that does not work
         capture_output=True,
@@ -173,8 +157,7 @@ def test_cuda_options(options: tuple[str, ...], message: str | None, tmp_path: P
         timeout=100,
     )
     assert (done.returncode == 0) == (message is None)
-    if message is not None:
-        assert message in " ".join(done.stderr.split())
+    assert (message or "") in " ".join(done.stderr.split())
 
 
 # Versions of JAX.
@@ -186,15 +169,14 @@ def test_the_oldest_jax_is_that_of_pyproject() -> None:
         assert f"{name}>={oldest}" in (_DISTRIBUTION.requires or []), name
 
 
-OLD_JAX = """
-import sys
-import jax
-jax.__version__, jax.__version_info__ = "0.10.1", (0, 10, 1)
-"""
-SAYS = "needs jax 0.10.2 or newer, and jax 0.10.1 is installed: pip install -U jax"
-
-
 def test_a_jax_that_is_too_old_is_refused(tmp_path: Path) -> None:
-    done = run_python(f"{OLD_JAX}\nimport jax_intranode", "-P", cwd=tmp_path)
+    code = (
+        "import jax\njax.__version__, jax.__version_info__ = '0.10.1', (0, 10, 1)\n"
+        "import jax_intranode"
+    )
+    done = run_python(code, "-P", cwd=tmp_path)
     assert done.returncode == 1
-    assert done.stderr.splitlines()[-1] == f"ImportError: jax_intranode {SAYS}"
+    assert done.stderr.splitlines()[-1] == (
+        "ImportError: jax_intranode needs jax 0.10.2 or newer, and jax 0.10.1 is installed: "
+        "pip install -U jax"
+    )

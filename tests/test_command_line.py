@@ -204,12 +204,15 @@ def missing(*modules: str) -> dict[str, str]:
 OLD_FFI = "#define XLA_FFI_API_MAJOR 0\n#define XLA_FFI_API_MINOR 0"
 # Files of a broken installation, and texts of two problems that `info` finds.
 BREAKS = {
-    "no native module": ({}, "native modules are not built", "CPU part: not built"),
     "a native module of another system": (
         {"jax_intranode/_host.abi3.so": "text"},
         *("_host.abi3.so: ", "CPU part: it cannot be loaded: ImportError: "),
     ),
-    "no package of others": (missing("jax", "jaxlib", "numpy", "pynvml"), "ImportError: jax", ""),
+    "no package of others": (
+        missing("jax", "jaxlib", "numpy", "pynvml"),
+        "ImportError: jax",
+        "CPU part: not built",
+    ),
     "no jaxlib": (
         {"sitecustomize.py": f"{NO_EDITABLE}sys.modules['jaxlib'] = None"},
         "",

@@ -7,10 +7,10 @@ asks the real selection, and computes the operations unfused.
 import functools
 import re
 from collections.abc import Callable, Iterator
-from types import ModuleType
 from typing import Any
 from unittest import mock
 
+import compare_lowered as tool
 import jax
 import jax.numpy as jnp
 import pytest
@@ -20,7 +20,6 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.experimental.xla_metadata import set_xla_metadata
 from jax.sharding import PartitionSpec as P
-from lowered import compare_lowered
 from models import OF_LAX, gated_mlp
 from test_rewriting import N, check_values, names, normal, rewritten
 from tiers import full
@@ -511,11 +510,6 @@ def test_a_large_unrolled_program() -> None:
 # The same custom calls as programs that are written with our functions.
 
 
-@pytest.fixture(scope="module")
-def tool() -> ModuleType:
-    return compare_lowered()
-
-
 @pytest.mark.parametrize(
     ("size", "check_vma"),
     [("narrow", True), ("large", False), full("narrow", False), full("large", True)],
@@ -527,9 +521,7 @@ def tool() -> ModuleType:
         *("remat", "layers", "block"),
     ],
 )
-def test_calls_of_programs_for_gpus(
-    tool: ModuleType, program: str, size: str, check_vma: bool
-) -> None:
+def test_calls_of_programs_for_gpus(program: str, size: str, check_vma: bool) -> None:
     """For "narrow" sizes one kernel computes both gradients, for "large" ones it does not."""
     of = tool.PROGRAMS[program]
     mesh = tool.mesh_of("gpu", {"x": 2})

@@ -16,10 +16,6 @@ constexpr Algorithm kCollectives[] = {Algorithm::kOneShot, Algorithm::kTwoShot,
                                       Algorithm::kReduceScatter, Algorithm::kAllGather,
                                       Algorithm::kAllToAll};
 
-// Maxima and minima.
-constexpr Algorithm kExtremes[] = {Algorithm::kOneShotMax, Algorithm::kTwoShotMax,
-                                   Algorithm::kOneShotMin, Algorithm::kTwoShotMin};
-
 // A hybrid cube mesh: quads of the even and of the odd ranks; an even rank's relay is the next one.
 inline Links LinksOf(int rank, int ranks) {
   Links links{0, rank ^ 1};
@@ -27,13 +23,6 @@ inline Links LinksOf(int rank, int ranks) {
     if (r != rank && (r % 2 == rank % 2 || r == links.relay)) links.peers |= 1u << r;
   }
   return links;
-}
-
-// The element types of an algorithm: only maxima and minima tell unsigned ones apart.
-inline bool HasKernel(Algorithm algorithm, ElementType type) {
-  const bool is_unsigned =
-      type == ElementType::kU8 || type == ElementType::kU32 || type == ElementType::kU64;
-  return !is_unsigned || ReductionOf(algorithm) != Reduction::kSum;
 }
 
 // Calls `run` with the type of a psum's kernel, as a std::type_identity.

@@ -61,7 +61,6 @@ PROGRAMS = {
     ),
     "monitor_test": Program(quick="quick", full="all", others=_folder("health"), sanitized=True),
     "peer_record_test": Program(quick="all"),
-    "segment_test": Program(quick="all", others=("xla_ffi/host/segment.cc",)),
     # Ranks, operations, and how much of their behaviours.
     "collectives_model": Program(
         quick="sound 2 3 quick, sound 2 4 mesh, sound 2 1 few_rows",
@@ -94,10 +93,15 @@ def sources(name: str) -> list[str]:
     return [str(own.relative_to(_ROOT)), *PROGRAMS[name].others]
 
 
-_COLLECTIVES = [
+# Of all that send packets.
+_PACKETS = [
     "one_epoch_buffer",  # one buffer fewer
     "never_armed",
     "first_word_only",  # the mark may arrive before the data
+]
+
+_COLLECTIVES = [
+    *_PACKETS,
     "idle_epochs",  # blocks that an operation does not launch keep their epoch
     "wrong_epoch",  # a rank looks into the epoch buffer of the next operation
     "no_release",  # arming may become visible after the next operation's packets
@@ -112,9 +116,7 @@ _COLLECTIVES = [
 
 # Of two kernels: the first one sends, and the second one awaits.
 _FEW_ROWS = [
-    "one_epoch_buffer",
-    "never_armed",
-    "first_word_only",
+    *_PACKETS,
     "one_not_awaited",  # the sum takes what is there of one rank
     "cleared_early",  # the second kernel clears the busy words before it has read the packets
     "ended_by_first",  # the first kernel advances the epoch
@@ -122,9 +124,7 @@ _FEW_ROWS = [
 ]
 
 _CUBE_MESH = [
-    "one_epoch_buffer",
-    "never_armed",
-    "first_word_only",
+    *_PACKETS,
     "wrong_epoch",
     "no_release",
     "no_acquire",
@@ -139,9 +139,7 @@ _PERMUTES = [
     "begun_late",  # it tells in the kernel that has read them, so nothing orders the arming
     "no_release",  # arming may become visible after the next call is told
     "no_acquire",  # packets may take a place before the arming that made room for them
-    "one_epoch_buffer",
-    "never_armed",
-    "first_word_only",
+    *_PACKETS,
 ]
 
 # Of the check that ranks run the same operation.
@@ -159,9 +157,7 @@ _RAGGED = [
     "never_cleared",  # what was told in a call counts in the next one
     "no_release",  # of the end of a kernel
     "no_acquire",
-    "one_epoch_buffer",
-    "never_armed",
-    "first_word_only",
+    *_PACKETS,
 ]
 
 _PEER_BUFFERS = [

@@ -62,8 +62,9 @@ def connecting(timeout_s: float = 20) -> Iterator[Any]:
 
 
 def test_strangers_are_refused() -> None:
+    """And delay nobody: those that say nothing are half open, or slower than the peer."""
     before = descriptors()
-    with connecting() as watch:
+    with connecting(timeout_s=60) as watch:
         strangers = [connected(watch.address) for _ in range(7)]
         # The one that is too short comes when memory still has the secret's last byte.
         packets = (
@@ -74,40 +75,29 @@ def test_strangers_are_refused() -> None:
             stranger.send(packet)
         for stranger in strangers:
             assert stranger.recv(100) == b""  # closed
+        quiet = [connected(watch.address) for _ in range(20)]
+        quiet[0].shutdown(socket.SHUT_WR)
         peer = connected(watch.address)
+        time.sleep(0.3)  # all are accepted; the peer is slow, too
+        quiet[1].send(b"slow")
         # Descriptors that come with it are closed.
         pipes = [fd for _ in range(5) for fd in os.pipe()]
         socket.send_fds(peer, [hello()], pipes)
         assert peer.recv(100) == hello(process=0)
         assert peer.fileno() >= 0
+    assert all(one.recv(100) == b"" for one in quiet)  # closed
     with (
         socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as late,
         pytest.raises(ConnectionRefusedError),  # all peers have connected
     ):
         late.connect("\0" + watch.address)
-    for one in (*strangers, peer):
+    for one in (*strangers, *quiet, peer):
         one.close()
     for fd in pipes:
         os.close(fd)
     watch.close()
     del watch
     assert descriptors() <= before
-
-
-def test_connections_that_say_nothing_delay_nobody() -> None:
-    """Those of this user's processes that are no peers: half open, or slower than the peer."""
-    with connecting(timeout_s=60) as watch:
-        quiet = [connected(watch.address) for _ in range(20)]
-        quiet[0].shutdown(socket.SHUT_WR)
-        peer = connected(watch.address)
-        time.sleep(0.3)  # all are accepted; the peer is slow, too
-        quiet[1].send(b"slow")
-        peer.send(hello())
-        assert peer.recv(100) == hello(process=0)
-    assert all(one.recv(100) == b"" for one in quiet)  # closed
-    for one in (*quiet, peer):
-        one.close()
-    watch.close()
 
 
 def test_a_process_without_free_descriptors_waits_with_pauses() -> None:

@@ -5,7 +5,7 @@ from typing import Any
 import expert_routings
 import jax
 import numpy as np
-from cases import case, check, group, line, put, sharded
+from cases import case, check, group, put, sharded
 from jax.sharding import PartitionSpec as P
 
 import jax_intranode
@@ -56,7 +56,10 @@ def experts_of_random_routings(world: int, shape: int) -> None:
 
 @case(world=(2, 3, 4, 8))
 def experts_in_a_loop(world: int) -> None:
-    """One program, replayed, whose routings are data of each step."""
+    """One program, replayed, whose routings are data of each step, with a psum between them.
+
+    Epochs go on with those of other operations, for which windows are empty.
+    """
     mesh = group(world)
     rng = np.random.default_rng(world)
     tokens, k, experts, capacity = 12, 2, 2 * world, 10
@@ -66,10 +69,11 @@ def experts_in_a_loop(world: int) -> None:
     of_rank = expert_routings.layer(lambda rows: rows * 0.5, experts, capacity)
 
     def body(x: Any, ids: Any, weights: Any) -> Any:
-        def step(_: Any, of_step: Any) -> Any:
-            return None, of_rank(x[0], of_step, weights[0])[3]
+        def step(v: Any, of_step: Any) -> Any:
+            total = jax_intranode.psum(v[:1], "x")
+            return x[0] + 0 * total, of_rank(v, of_step, weights[0])[3]
 
-        return jax.lax.scan(step, None, ids[0])[1][None]
+        return jax.lax.scan(step, x[0], ids[0])[1][None]
 
     args = [put(mesh, P("x"), v) for v in (x, np.stack(ids, 1), weights)]
     f = compiled(sharded(body, mesh, P("x"), P("x")), *args)
@@ -78,27 +82,3 @@ def experts_in_a_loop(world: int) -> None:
     wanted = [e.combined(half, weights) for e, half in zip(found, halves, strict=True)]
     for _ in range(2):
         check(f(*args), np.stack(wanted, 1))
-
-
-@case()
-def experts_beside_others() -> None:
-    """Their epochs go on with those of other operations, and their windows are empty for them."""
-    mesh = line()
-    n = len(jax.devices())
-    rng = np.random.default_rng(0)
-    ids = expert_routings.routing(rng, n, 40, 2, 2 * n, "any")
-    x, weights = expert_routings.operands(rng, n, 40, 64, 2, "float32")
-    of_rank = expert_routings.layer(lambda rows: rows, 2 * n, 30)
-
-    def body(x: Any, ids: Any, weights: Any) -> Any:
-        def step(v: Any, _: Any) -> Any:
-            total = jax_intranode.psum(v[:2], "x")
-            y = of_rank(v, ids[0], weights[0])[3]
-            return x[0] + 0 * total[:1], y
-
-        return jax.lax.scan(step, x[0], None, length=5)[1][None]
-
-    f = jax.jit(sharded(body, mesh, P("x"), P("x")))
-    wanted = expert_routings.expected(x, ids, 2 * n, 30)
-    y = wanted.combined(wanted.received, weights)
-    check(f(*(put(mesh, P("x"), v) for v in (x, ids, weights))), np.stack([y] * 5, 1))

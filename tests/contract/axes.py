@@ -117,8 +117,7 @@ def wrong_dimensions(lib: Any) -> Any:
 def scatter_dimensions_of_any_kind(lib: Any) -> Any:
     def scatter(d: Any, tiled: bool) -> Any:
         return inside_raised(
-            lambda v: lib.psum_scatter(v, "x", scatter_dimension=d, tiled=tiled)[None],
-            small(4, 2),
+            lambda v: lib.psum_scatter(v, "x", scatter_dimension=d, tiled=tiled)[None], small(4, 2)
         )
 
     dimensions = -1, -2, -3, 2, np.int64(1), 1.0, None, "0"

@@ -80,11 +80,7 @@ ROWS: dict[str, Row] = {}
 
 
 def row(
-    what: str,
-    how: How,
-    devices: int = 2,
-    of_xla: str = EVERY_COLLECTIVE,
-    tolerance: float = 0.0,
+    what: str, how: How, devices: int = 2, of_xla: str = EVERY_COLLECTIVE, tolerance: float = 0.0
 ) -> Callable[[Any], Any]:
     """Adds a row to the table, under the name of the function.
 

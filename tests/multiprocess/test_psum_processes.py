@@ -30,7 +30,7 @@ QUICK: dict[str, tuple[Sequence[str], Sequence[str]]] = {
     "ragged_of_random_tables": (("2-0", "2-1", "2-3"), ("4-3",)),
     "ragged_of_tables_in_a_loop": (("2",), ()),
     "experts_of_random_routings": (("2-1", "2-4"), ("4-3",)),
-    "experts_in_a_loop": (("2",), ()),
+    "experts_in_a_loop": (("2",), ("4",)),
     "random_programs_in_turn": ((), ()),
     "rewritten_program": ((), ()),
     "independent_calls_of_unequal_cost": (("2",), ()),

@@ -10,22 +10,13 @@ import cases
 import jax
 import jax.numpy as jnp
 import numpy as np
+import overlapped_cases
 import pytest
 from cases import check, check_like, line, put, sharded
 from jax import lax
 from jax.sharding import PartitionSpec as P
 from models import OF_LAX
-from overlapped_cases import (
-    ALL,
-    PLANS,
-    WGRAD,
-    both_gradients,
-    case,
-    check_in_poisoned_rings,
-    on_gpus,
-    overlapped,
-    zeros_and_ones,
-)
+from overlapped_cases import ALL, case, check_in_poisoned_rings, on_gpus, overlapped, zeros_and_ones
 from overlapped_cases import CASES as CASES
 
 import jax_intranode
@@ -112,7 +103,7 @@ def overlapped_sums_in_rank_order(dtype: str, plan: str) -> None:
     )
 
 
-@case(rows=(1, 127, 129, 384), plan=("fused", "fused_224", "wgrad", *WGRAD))
+@case(rows=(1, 127, 129, 384), plan=("fused", "fused_224", "wgrad", *overlapped_cases.WGRAD))
 def overlapped_both_gradients(rows: int, plan: str) -> None:
     """Every axis, with and without batches; matrices of unequal width; rings full of NaN before."""
     n = len(jax.devices())
@@ -138,7 +129,7 @@ def overlapped_both_gradients(rows: int, plan: str) -> None:
 
         shapes = (*shape, k), (*long, k), (*shape, 264)
         shapes += (*((*long, width) for width in widths), *((k, width) for width in widths))
-        compiled = functools.partial(both_gradients, calls=3)
+        compiled = functools.partial(overlapped_cases.both_gradients, calls=3)
         check_in_poisoned_rings(program, shapes, plan, 1 if batch else 3, dtype, compiled)
 
 
@@ -151,10 +142,10 @@ def small_gradients(lib: Any, x: Any, w: Any) -> Any:
     return (by_x + by_y[: x.shape[0]]) % 3, ((by_w + by_v) % 5 == 1).astype(w.dtype)
 
 
-@case(plan=("wgrad", *WGRAD))
+@case(plan=("wgrad", *overlapped_cases.WGRAD))
 def overlapped_gradients_with_delays(plan: str) -> None:
     """Each rank in turn is late. Every gradient feeds the next step."""
-    compiled = both_gradients
+    compiled = overlapped_cases.both_gradients
     check_with_delays(small_gradients, lambda f, args: compiled(f, args, plan, 2))
 
 
@@ -244,7 +235,7 @@ def overlapped_replayed(plan: str) -> None:
         def f(x: Any, w: Any) -> Any:
             v, u = x[0], w[0]
             for _ in range(4):
-                if PLANS[plan].wgrad:
+                if overlapped_cases.PLANS[plan].wgrad:
                     v, u = small_gradients(lib, v, u)
                 else:
                     v = small_layer(lib, v, u)
@@ -254,8 +245,8 @@ def overlapped_replayed(plan: str) -> None:
 
     arrays = [put(mesh, P("x"), v.astype(jnp.bfloat16)) for v in (x, w)]
     theirs = jax.jit(program(OF_LAX))(*arrays)
-    mine = both_gradients(program(jax_intranode), arrays, plan, 8)
-    calls = 16 if PLANS[plan].wgrad else 8
+    mine = overlapped_cases.both_gradients(program(jax_intranode), arrays, plan, 8)
+    calls = 16 if overlapped_cases.PLANS[plan].wgrad else 8
     counts = []
     for _ in range(12):
         check_like(mine(*arrays), theirs, 0)

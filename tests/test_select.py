@@ -151,14 +151,20 @@ def test_a_buffer_that_is_a_byte_too_small() -> None:
     assert str(exact) in refused.reason and "JAX_INTRANODE_SLAB_MIB" in refused.reason
 
 
+def of_experts(operation: str, **changes: Any) -> select.Selection:
+    facts = {
+        "nbytes": 1 << 20, "dtype": "bfloat16", "world_size": 8, "hardware": "hopper",
+        "epoch_buffer_bytes": 32 << 20, **changes,
+    }  # fmt: skip
+    return select.select_experts(operation, **facts)
+
+
 @pytest.mark.parametrize("operation", ["moe_dispatch", "moe_combine"])
 def test_experts_fall_back_where_the_slab_has_no_room(operation: str) -> None:
     """Room is for notices, and for two windows of a place (xla_ffi/kernels/experts.h)."""
     for (hardware, mode), world, nbytes in itertools.product(SETUPS, WORLDS, range(0, 9000, 8)):
-        chosen = select.select_experts(
-            operation, nbytes=1 << 20, dtype="bfloat16", world_size=world, hardware=hardware,
-            mode=mode, epoch_buffer_bytes=nbytes,
-        )  # fmt: skip
+        of = {"world_size": world, "hardware": hardware, "mode": mode, "epoch_buffer_bytes": nbytes}
+        chosen = of_experts(operation, **of)
         if chosen.algorithm == "lax":
             assert nbytes < 64 * world
             assert "JAX_INTRANODE_SLAB_MIB" in chosen.reason and f"{nbytes} bytes" in chosen.reason
@@ -171,10 +177,7 @@ def test_blocks_of_experts_are_resident(operation: str) -> None:
     """Two blocks and the one that checks fit on each SM. test_kernel_registers.py has the rest."""
     for generation, blocks in (("hopper", 256), ("ampere", 215), ("blackwell", 256)):
         for nbytes, wanted in ((100 << 20, blocks), (256 * 16 * 7, 7), (1, 1)):
-            chosen = select.select_experts(
-                operation, nbytes=nbytes, dtype="bfloat16", world_size=8, hardware=generation,
-                epoch_buffer_bytes=32 << 20,
-            )  # fmt: skip
+            chosen = of_experts(operation, nbytes=nbytes, hardware=generation)
             assert (chosen.blocks, chosen.threads) == (wanted, 256)
             assert chosen.blocks + 1 <= 2 * generations.of_hardware(generation).sms
 
@@ -182,26 +185,21 @@ def test_blocks_of_experts_are_resident(operation: str) -> None:
 def test_a_dispatch_of_few_tokens_is_routed() -> None:
     """It needs room for the ids of each block, the weights and all tokens."""
 
-    def choose(
-        ids: int, experts: int, room: int, world: int = 3, nbytes: int = 16384
-    ) -> select.Selection:
-        return select.select_experts(
-            "moe_dispatch", nbytes=nbytes, dtype="bfloat16", world_size=world, hardware="hopper",
-            epoch_buffer_bytes=room, ids=ids, experts=experts,
-        )  # fmt: skip
+    def algorithm(ids: int, experts: int, room: int, world: int = 3) -> str:
+        of = {"nbytes": 16384, "world_size": world, "epoch_buffer_bytes": room}
+        return of_experts("moe_dispatch", ids=ids, experts=experts, **of).algorithm
 
     needed = 2 * (4 * 32 + 4 * 32 + 16384)  # of 32 ids, 4 blocks, 2 peers
     routed = "routed_dispatch"
-    assert choose(32, 254, needed).algorithm == routed
-    assert choose(32, 254, needed - 1).algorithm == "dispatch"
-    assert choose(32, 255, needed).algorithm == "dispatch"
-    assert choose(0, 0, needed).algorithm == "dispatch"
+    assert algorithm(32, 254, needed) == routed
+    assert algorithm(32, 254, needed - 1) == algorithm(32, 255, needed) == "dispatch"
+    assert algorithm(0, 0, needed) == "dispatch"
     for world, most in ((2, 1024), (4, 1024), (8, 512)):
-        assert choose(most, 8, 1 << 20, world).algorithm == routed
-        assert choose(most + 1, 8, 1 << 20, world).algorithm == "dispatch"
+        assert algorithm(most, 8, 1 << 20, world) == routed
+        assert algorithm(most + 1, 8, 1 << 20, world) == "dispatch"
     # Large blocks if they fill the 132 SMs.
     for nbytes, grid in ((16384, (4, 256)), (1081343, (256, 256)), (1081344, (131, 512))):
-        chosen = choose(32, 8, 32 << 20, nbytes=nbytes)
+        chosen = of_experts("moe_dispatch", ids=32, experts=8, world_size=3, nbytes=nbytes)
         assert (chosen.algorithm, chosen.blocks, chosen.threads) == (routed, *grid)
 
 

@@ -28,16 +28,28 @@ from jax_intranode._src.command_line import compare
 pytestmark = pytest.mark.one_version
 
 STEPS = 16
-Started = Callable[..., compare.Comparison]
+Started = Callable[..., Callable[[], str]]
 
 
 @pytest.fixture
-def started(monkeypatch: pytest.MonkeyPatch) -> Iterator[Started]:
-    """Begins a comparison of what the test jits."""
+def started(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Iterator[Started]:
+    """Begins a comparison of what the test jits; the result ends it, and is what it has said."""
     for name in ("jit", "pmap"):
         monkeypatch.setattr(jax, name, getattr(jax, name))  # puts it back
     monkeypatch.setattr(compare, "_current", None)
-    yield lambda **how: compare.start(STEPS, **how)
+
+    def start(**how: Any) -> Callable[[], str]:
+        comparison = compare.start(STEPS, **how)
+
+        def said() -> str:
+            comparison.finish()
+            return capsys.readouterr().err
+
+        return said
+
+    yield start
     jax_intranode.uninstall()
 
 
@@ -50,9 +62,7 @@ def on_two(function: Any, **how: Any) -> Any:
     )
 
 
-def test_the_order_of_the_programs(
-    started: Started, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_order_of_the_programs(started: Started, monkeypatch: pytest.MonkeyPatch) -> None:
     need_devices(2)
     programs: list[str] = []
     real = jax_intranode.accelerate
@@ -64,7 +74,7 @@ def test_the_order_of_the_programs(
             yield
 
     monkeypatch.setattr(jax_intranode, "accelerate", accelerate)
-    comparison = started()
+    said = started()
     total = on_two(lambda x: jax.lax.psum(x, "x"), donate_argnums=0)
     x = jnp.ones(4)
     for turn in range(1, STEPS + 4):
@@ -74,8 +84,7 @@ def test_the_order_of_the_programs(
     # One call of each, then blocks of two. After the report the script has JAX's own.
     assert "".join(programs) == "PA" + "PPAAAAPPPPAAAAPP" + "P"
     assert not isinstance(jax.jit(lambda x: x), compare._Jitted)
-    comparison.finish()  # says nothing more
-    first, plain, accelerated, faster, *rest = capsys.readouterr().err.splitlines()
+    first, plain, accelerated, faster, *rest = said().splitlines()
     assert first.startswith("compare: <lambda> (test_compare.py:")
     assert f", {STEPS + 2} calls; median" in first
     # Not timed is the first call after a change of the program.
@@ -89,9 +98,7 @@ def test_the_order_of_the_programs(
     ]
 
 
-def test_what_scripts_do_with_jitted_functions(
-    started: Started, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_scripts_do_with_jitted_functions(started: Started) -> None:
     """Methods, static arguments, keys, trees, functions in functions, and jit with options only."""
 
     def run_script() -> list[Any]:
@@ -119,21 +126,18 @@ def test_what_scripts_do_with_jitted_functions(
         return [sums, state["w"], gradient, inner(state["w"]), exported.call(jnp.ones(2))]
 
     expected = run_script()
-    comparison = started()
+    said = started()
     found = run_script()
     assert jax.tree.all(jax.tree.map(np.array_equal, found, expected))
-    comparison.finish()
-    err = capsys.readouterr().err
+    err = said()
     assert "compare: step (test_compare.py:" in err and f" {STEPS} calls" in err
     assert "results: all have the same values" in err
     assert "collectives: it calls none of jax.lax, so nothing was replaced" in err
 
 
 @pytest.mark.parametrize("kind", ["callback", "mutable array"])
-def test_effects_happen_once(
-    kind: str, started: Started, capsys: pytest.CaptureFixture[str]
-) -> None:
-    comparison = started()
+def test_effects_happen_once(kind: str, started: Started) -> None:
+    said = started()
     seen: list[int] = []
 
     @jax.jit
@@ -150,17 +154,12 @@ def test_effects_happen_once(
         x = x if y is None else y
     jax.effects_barrier()
     assert x[...] == 4 and seen in ([], [0, 1, 2, 3])
-    comparison.finish()
-    assert "results: not compared: it has effects that must not happen twice: " in (
-        capsys.readouterr().err
-    )
+    assert "results: not compared: it has effects that must not happen twice: " in said()
 
 
-def test_a_program_that_the_script_compiles_itself(
-    started: Started, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_program_that_the_script_compiles_itself(started: Started) -> None:
     need_devices(2)
-    comparison = started()
+    said = started()
 
     def total(x: Any, factor: int) -> Any:
         return factor * jax.lax.psum(x, "x")
@@ -179,8 +178,7 @@ def test_a_program_that_the_script_compiles_itself(
     for _ in range(STEPS):
         x = step(x)
     assert np.array_equal(x, np.full(4, 4.0**STEPS))
-    comparison.finish()
-    err = capsys.readouterr().err
+    err = said()
     assert f" {STEPS} calls" in err and "replaced: 1 psum (one_shot)" in err
     assert "results: all have the same values" in err
 
@@ -196,14 +194,11 @@ def test_the_script_goes_on_as_it_was_compared(started: Started) -> None:
     assert "jax_intranode_psum" in text
 
 
-def test_one_call_is_nothing_to_compare(
-    started: Started, capsys: pytest.CaptureFixture[str]
-) -> None:
-    comparison = started()
+def test_one_call_is_nothing_to_compare(started: Started) -> None:
+    said = started()
     jax.jit(lambda x: x + 1)(1)
-    comparison.finish()
-    comparison.finish()
-    first, second = capsys.readouterr().err.splitlines()
+    first, second = said().splitlines()
+    assert said() == ""
     assert first.startswith("compare: there is nothing to compare: ")
     assert re.search(r"jax.pmap twice; once: <lambda> \(test_compare.py:\d+\)$", first)
     assert f"  call one in a loop, {STEPS + 2} times: " in second

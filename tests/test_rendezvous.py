@@ -1,17 +1,19 @@
 """What the rendezvous makes of records that no process of this version would send.
 
-A second process is played by a store that changes what the first one has sent. Whatever it sends,
+A second process is played by a client that changes what the first one has sent. Whatever it sends,
 the rendezvous ends in a verdict: a reason to fall back, or none if the change does not matter.
 """
 
 import copy
 import json
 import random
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
 import jax
 import pytest
+from test_key_value_store import FakeClient
 from tiers import full
 
 from jax_intranode._src.group import agreed, key_value_store, rendezvous, slabs
@@ -28,27 +30,18 @@ STRANGE = [
 REMOTE = 1000  # is added to device ids
 
 
-class Malformed(key_value_store.KeyValueStore):
-    """The store of process 0. The records of process 5 are changed by `change`."""
+class Peer(FakeClient):
+    """Process 5, which `change` makes send something else, follows each record of process 0."""
 
     def __init__(self, change: Any):
+        super().__init__()
         self._change = change
-        self.verdict: str | None = None
-        client = SimpleNamespace(
-            key_value_set=self._set, blocking_key_value_get=lambda key, _: self._values[key]
-        )
-        self._values: dict[str, str] = {}
-        super().__init__(client, "", 0, (0, 5))
 
-    def _set(self, key: str, value: str) -> None:
+    def key_value_set(self, key: str, value: str) -> None:
+        super().key_value_set(key, value)
         stage, _, process = key.partition("/")
-        if key == "verdict":
-            if self.verdict is not None:
-                raise RuntimeError("ALREADY_EXISTS")
-            self.verdict = value
-        self._values[key] = value
         if process == "0":
-            self._values[f"{stage}/5"] = self._change(stage, of_peer(stage, json.loads(value)))
+            self.values[f"{stage}/5"] = self._change(stage, of_peer(stage, json.loads(value)))
 
 
 def of_peer(stage: str, record: Any) -> Any:
@@ -68,7 +61,8 @@ def meet(monkeypatch: pytest.MonkeyPatch, change: Any) -> str | None:
         devices[device.id + REMOTE] = SimpleNamespace(
             id=device.id + REMOTE, process_index=5, platform="cpu", device_kind="cpu"
         )
-    store = Malformed(change)
+    client = Peer(change)
+    store = key_value_store.KeyValueStore(client, "", 0, (0, 5))
     monkeypatch.setattr(key_value_store, "store", lambda *_: store)
 
     def no_watch(_: int) -> None:
@@ -78,41 +72,32 @@ def meet(monkeypatch: pytest.MonkeyPatch, change: Any) -> str | None:
     monkeypatch.setattr(slabs, "probe", lambda *_, **__: None)
     met = agreed.Rendezvous(devices, "cpu", "multi")
     rendezvous._perform(met, [0, 5])
-    assert quoting.shown(store.verdict) == (met.reason or "")
+    assert quoting.shown(client.values["verdict"]) == (met.reason or "")
     return met.reason
 
 
-def paths(record: Any, at: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
-    """All places in a record."""
-    found = [at]
-    if isinstance(record, dict):
-        for key in record:
-            found += paths(record[key], (*at, key))
-    if isinstance(record, list):
-        for i, entry in enumerate(record):
-            found += paths(entry, (*at, i))
-    return found
+def places(record: Any) -> Iterator[tuple[Any, Any]]:
+    """All places below a record: what has them, and their index or key there."""
+    for key, value in [*(record.items() if isinstance(record, dict) else enumerate(record))]:
+        yield record, key
+        if isinstance(value, dict | list):
+            yield from places(value)
 
 
 def changed(record: Any, dice: random.Random) -> Any:
     """The record with a strange value, or without a value, in one place."""
-    record = copy.deepcopy(record)
-    path = dice.choice(paths(record))
-    if not path:
-        return dice.choice(STRANGE)
-    parent = record
-    for key in path[:-1]:
-        parent = parent[key]
+    whole = [copy.deepcopy(record)]
+    parent, key = dice.choice([*places(whole)])
     how = dice.randrange(4)
     if how == 0:
-        del parent[path[-1]]
+        del parent[key]
     elif how == 1 and isinstance(parent, list):
         parent.append(dice.choice(STRANGE))
     elif how == 1:
         parent[str(dice.choice(STRANGE))] = dice.choice(STRANGE)
     else:
-        parent[path[-1]] = dice.choice(STRANGE)
-    return record
+        parent[key] = dice.choice(STRANGE)
+    return whole[0] if whole else None
 
 
 def test_a_sound_record_is_accepted(monkeypatch: pytest.MonkeyPatch) -> None:

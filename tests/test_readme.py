@@ -1,15 +1,23 @@
 """The programs that README.md and the pages in docs print run as they are printed."""
 
 import ast
+import functools
 import importlib.util
 import re
 from pathlib import Path
+from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
+from cases import line, sharded
 from devices import need_devices
+from jax.sharding import PartitionSpec as P
 from processes import python
 from tiers import quick
+
+import jax_intranode
 
 ROOT = Path(__file__).resolve().parent.parent
 README = ROOT / "README.md"
@@ -90,6 +98,41 @@ def test_one_process(name: str, ran: dict[str, tuple[str, str]]) -> None:
         pytest.skip(f"{missing[0]} is not installed")
     code, output = ran[name]
     assert code == "0" and output, output
+
+
+@jax.default_matmul_precision("highest")
+@pytest.mark.parametrize("name", ["ring_attention", "pipeline"])
+def test_functions_of_the_page_about_permutes(name: str) -> None:
+    """They give what one device computes, and so do their gradients."""
+    need_devices(4)
+    (text,) = re.findall(rf"^```python\n(def {name}\(.*?)^```$", TEXT, re.M | re.S)
+    defined: dict[str, Any] = {"jax": jax, "jnp": jnp, "jax_intranode": jax_intranode}
+    exec(text, defined)
+    printed = defined[name]
+
+    def attention(q: Any, k: Any, v: Any) -> Any:
+        return jax.nn.softmax(q @ k.T) @ v
+
+    def stage(weights: Any, v: Any) -> Any:
+        return jnp.tanh(v @ weights[0])
+
+    def stages(weights: Any, batches: Any) -> Any:
+        return functools.reduce(lambda v, w: stage(w[None], v), weights, batches)
+
+    if name == "ring_attention":
+        shapes, one = [(16, 8)] * 3, attention
+        f = sharded(lambda *qkv: printed(*qkv, "x", 4), line(4), P("x"), P("x"), True)
+    else:
+        shapes, one = [(4, 8, 8), (5, 4, 8)], stages
+        specs = (P("x"), P()), P("x")
+        each = sharded(lambda w, b: printed(stage, w, b, "x", 4)[None], line(4), *specs, True)
+        f = lambda *args: each(*args)[-1]  # noqa: E731
+    args = [jax.random.normal(jax.random.key(i), shape) for i, shape in enumerate(shapes)]
+    found, wanted = (
+        jax.jit(jax.value_and_grad(lambda xs, g=g: (g(*xs) ** 2).sum()))(args) for g in (f, one)
+    )
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
+        np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-5)
 
 
 def test_the_output_in_the_readme(ran: dict[str, tuple[str, str]]) -> None:

@@ -281,24 +281,6 @@ def extremes_in_gradients(lib: Any, check: bool) -> Any:
     return run(jax.grad(loss(over_both(lib, check, f)), argnums=(0, 1)), *arguments())
 
 
-@row("`custom_vjp` around it, and psum in its backward pass", How.DERIVED)
-def custom_vjp(lib: Any, check: bool) -> Any:
-    @jax.custom_vjp
-    def f(v: Any) -> Any:
-        return lib.psum(v * v, "x")
-
-    def forward(v: Any) -> Any:
-        return lib.psum(v * v, "x"), v
-
-    def backward(v: Any, cotangent: Any) -> Any:
-        return (v * cotangent + lib.psum(v, "x") + (0 * v),)
-
-    f.defvjp(forward, backward)
-    mapped = smap_2(lambda v, w: f(v) * w, check)
-    inside = smap_2(lambda v, w: jax.grad(lambda u: (f(u) ** 2).sum())(v), check, P("x"))
-    return run(jax.value_and_grad(loss(mapped)), *operands()), run(inside, *operands())
-
-
 @row(
     "partial evaluation, also by `checkpoint` and its policies: one psum of a value and its "
     "tangent, or of a constant and a variable",
@@ -347,7 +329,7 @@ def partly_known(lib: Any, check: bool) -> Any:
     ]
 
 
-@row("gradients through nested `jit`, `scan`, `cond`, `checkpoint`", How.DERIVED)
+@row("gradients through nested `jit`, `scan`, `cond`, `checkpoint`, `custom_vjp`", How.DERIVED)
 def grad_through_control_flow(lib: Any, check: bool) -> Any:
     def layered(v: Any, w: Any) -> Any:
         return jax.checkpoint(jax.jit(layer(lib)))(v, w)
@@ -366,9 +348,18 @@ def grad_through_control_flow(lib: Any, check: bool) -> Any:
         total = lax.cond(flag, lambda: lib.psum(v * w, "x"), lambda: lib.psum(v, "x"))
         return lax.cond(flag, lambda: f(v * w, "x"), lambda: f(v * 2, "x")) + total[:2]
 
+    @jax.custom_vjp
+    def squares(v: Any) -> Any:
+        return lib.psum(v * v, "x")
+
+    def backward(v: Any, ct: Any) -> Any:
+        return (v * ct + lib.psum(v, "x"),)
+
+    squares.defvjp(lambda v: (squares(v), v), backward)
+    by_rules = lambda v, w: squares(v) * w + 0 * v  # noqa: E731
     return [
         run(jax.value_and_grad(loss(over_both(lib, check, f)), argnums=(0, 1)), *arguments())
-        for f in (layered, scanned, conditional)
+        for f in (layered, scanned, conditional, by_rules)
     ]
 
 

@@ -341,19 +341,18 @@ def inside(
     mesh: Mesh | None = None,
     in_specs: Any = BY_X,
     out_specs: Any = BY_X,
+    catch: Callable[[Callable[[], Any]], Any] = lambda f: f(),
 ) -> dict[str, Any]:
     """Runs a body inside shard_map, with check_vma on and off."""
     values = values or (small(8, 3),)
-    return under_both(lambda check: run(shmap(body, mesh, in_specs, out_specs, check), *values))
+    return under_both(
+        lambda check: catch(lambda: run(shmap(body, mesh, in_specs, out_specs, check), *values))
+    )
 
 
 def inside_raised(body: Callable[..., Any], *values: Any, **options: Any) -> dict[str, Any]:
     """Like the function above, for a body that may raise an error."""
-    values = values or (small(8, 3),)
-    options = {"out_specs": P("x"), **options}
-    return under_both(
-        lambda check: raised(lambda: run(shmap(body, check_vma=check, **options), *values))
-    )
+    return inside(body, *values, catch=raised, **options)
 
 
 def on_line(v: np.ndarray, spec: P = BY_X) -> jax.Array:

@@ -26,7 +26,7 @@ FULL = (
 # The quick tier runs each row with check_vma=True, and these also without: gradients, types and
 # batches depend on it. Most other tests have check_vma=False.
 BOTH = (
-    *("grad-through-one-psum", "transposes", "replicated", "types-of-results", "vmap-outside"),
+    *("grad-inside", "transposes", "replicated", "types-of-results", "vmap-outside"),
     "partly-varying",
 )
 

@@ -15,13 +15,15 @@ from contract.rows import PROGRAMS, How, each, inside, on_line, raised, row, run
 # Control flow.
 
 
-@row("nested `jit`, inlined and not", How.ACCELERATED)
+@row("nested `jit`, inlined and not; `closure_convert`; `named_call`", How.ACCELERATED)
 def nested_jit(lib: Any) -> Any:
     def body(v: Any) -> Any:
         def inner(u: Any) -> Any:
             return each(lib, u)
 
-        return jax.jit(inner)(v), jax.jit(jax.jit(inner), inline=True)(v * 2)
+        f, consts = jax.closure_convert(lambda u: each(lib, u * v), v)
+        named = jax.named_call(inner, name="named")(v)
+        return jax.jit(inner)(v), jax.jit(jax.jit(inner), inline=True)(v * 2), f(v, *consts), named
 
     return inside(body)
 

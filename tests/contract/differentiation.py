@@ -117,24 +117,6 @@ def grad_inside(lib: Any) -> Any:
     return differentiated_inside(lib, lambda f: jax.grad(loss(f), argnums=(0, 1)))
 
 
-@row("gradients through one psum, inside shard_map: their types and values", How.DERIVED)
-def grad_through_one_psum(lib: Any, check: bool) -> Any:
-    seen = []
-
-    def body(v: Any, w: Any) -> Any:
-        for_v = jax.grad(lambda u: (lib.psum(u, "x") ** 2).sum())(v)
-        for_w = jax.grad(lambda u: (lib.psum(u, "x") ** 2).sum())(w)
-        for_both = jax.grad(lambda u: (lib.psum(u * v, "x") ** 2).sum())(w)
-        results = for_v, for_w, for_both
-        seen.append([kind(value) for value in results])
-        return tuple(
-            lax.all_gather(value, "x", tiled=True) if not check else value + 0 * v
-            for value in results
-        )
-
-    return run(smap_2(body, check, P("x") if check else P()), *operands()), seen
-
-
 @row("leaves that are not differentiated, not used, stopped, or integers", How.DERIVED)
 def grad_of_some_leaves(lib: Any, check: bool) -> Any:
     def f(v: Any, w: Any) -> Any:

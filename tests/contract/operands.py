@@ -83,11 +83,6 @@ def constants(lib: Any) -> Any:
     return inside(lambda v: each(lib, outside)), inside(lambda v: each(lib, np.ones(4)))
 
 
-@row("an array that is created inside shard_map", How.ACCELERATED)
-def constant_made_inside(lib: Any) -> Any:
-    return inside(lambda v: each(lib, jnp.full((4,), 2.0, v.dtype)))
-
-
 @row("weakly typed operands: the weak type is kept or dropped as by lax", How.TYPES)
 def weak_types(lib: Any) -> Any:
     def body(v: Any) -> Any:
@@ -105,6 +100,16 @@ def weak_types(lib: Any) -> Any:
         )
 
     return types_inside(body)
+
+
+@row("an array that is created inside shard_map, and one that a reference holds", How.ACCELERATED)
+def made_inside(lib: Any) -> Any:
+    def body(v: Any) -> Any:
+        ref = jax.new_ref(v)
+        ref[...] += lib.psum(ref[...], "x")
+        return each(lib, ref[...]), each(lib, jnp.full((4,), 2.0, v.dtype))
+
+    return inside(body)
 
 
 # Dtypes.
@@ -199,16 +204,6 @@ def parts_of_no_arrays(lib: Any) -> Any:
         types(jax.new_ref),
         each_raised(lib, keyed),
     )
-
-
-@row("the values that references hold", How.ACCELERATED)
-def held_by_references(lib: Any) -> Any:
-    def body(v: Any) -> Any:
-        ref = jax.new_ref(v)
-        ref[...] += lib.psum(ref[...], "x")
-        return each(lib, ref[...])
-
-    return inside(body)
 
 
 # Shapes and layouts.

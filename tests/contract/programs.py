@@ -17,7 +17,7 @@ from processes import python
 
 import jax_intranode
 from contract import rows
-from contract.rows import PROGRAMS, How, each, each_raised, inside, on_line, row, run, shmap, small
+from contract.rows import PROGRAMS, How, each, each_raised, on_line, row, run, shmap, small
 
 # Tracing.
 
@@ -62,15 +62,6 @@ def forbidden_collectives(lib: Any, check: bool) -> Any:
             return run(shmap(body, out_specs=P("x"), check_vma=check), small(8, 3))
 
     return each_raised(lib, forbidden)
-
-
-@row("`closure_convert` and `named_call` around it", How.ACCELERATED)
-def wrapped(lib: Any) -> Any:
-    def body(v: Any) -> Any:
-        f, consts = jax.closure_convert(lambda u: each(lib, u * v), v)
-        return f(v, *consts), jax.named_call(lambda u: each(lib, u), name="named")(v)
-
-    return inside(body, small(8, 3))
 
 
 # Lowering and compiling.

@@ -40,9 +40,9 @@ from jax_intranode._src.rewrite.collectives import Body
 pytestmark = pytest.mark.usefixtures("not_installed")
 
 
-def over_x(body: Callable[..., Any], check_vma: bool = False) -> Any:
+def over_x(body: Callable[..., Any]) -> Any:
     """A function of one array, of which each device has a shard."""
-    return sharded(body, line(), P("x"), P("x"), check_vma)
+    return sharded(body, line(), P("x"), P("x"))
 
 
 def rewriting(enabled: bool) -> Any:
@@ -229,9 +229,10 @@ pmean float32[2,2] 16 t,d 4 one_shot BxT ? jax.lax | +6 (<lambda>) | forced
 psum float32[2,2] ... (3 arrays) 40 d,t 4 one_shot BxT 1 jax_intranode | +7 (body) | forced
 all_gather int8[2,1] 2 t 2 all_gather BxT 1 jax_intranode | +8 (body) | measured
 pmean float32[2,2] 16 d,t 2 lax - 1 jax_intranode | +9 (body) | axis_index_groups
-pbroadcast float32[2,2] 16 t 2 lax - 1 jax.lax | +12 (body) | \
+psum int32[2,2] 16 t 2 one_shot BxT 1 jax_intranode | +10 (body) | forced
+pbroadcast float32[2,2] 16 t 2 lax - 1 jax.lax | +13 (body) | \
 pbroadcast is not one of the kinds that this package accelerates
-psum float32[2,2] ... (3 arrays) 40 d 2 one_shot BxT 1 jax.lax | +10 (body) and 2 more | forced
+psum float32[2,2] ... (3 arrays) 40 d 2 one_shot BxT 1 jax.lax | +11 (body) and 2 more | forced
 groups over t: [2, 0] [3, 1]
 groups over d: [2, 3] [0, 1]
 groups over t,d: [2, 3, 0, 1]
@@ -254,6 +255,7 @@ def test_report() -> None:
         a, b, c = psum((v, v * 2, v[:, :1]), ("d", "t"))
         a += b * all_gather(c.astype(jnp.int8), "t").sum()
         a += pmean(b, ("d", "t"), axis_index_groups=[[0, 3], [1, 2]])
+        a += psum(v > 0, "t")  # jax.lax sums integers, which is replaced
         d = lax.psum(a, "d")
         e = lax.psum(c, "d")
         return d * lax.psum(a + b, "d") + e + lax.pbroadcast(b, "t", 0)
@@ -275,10 +277,10 @@ def test_report() -> None:
         text = re.sub(pattern, short, text)
     assert text == REPORT
     assert found[3].shapes == ((2, 2), (2, 2), (2, 1)) and found[3].dtype == "float32"
-    lines = [f"{__file__}:{first + k} (body)" for k in (10, 11, 12)]
-    assert list(found[7].sources) == lines and found[7].source == lines[0]
+    lines = [f"{__file__}:{first + k} (body)" for k in (11, 12, 13)]
+    assert list(found[8].sources) == lines and found[8].source == lines[0]
     assert [*found] == [*found.calls] and found[:1] == (found[0],)
-    assert found.own == found.calls[:2] + found.calls[3:6]
+    assert found.own == found.calls[:2] + found.calls[3:7]
     with pytest.raises(dataclasses.FrozenInstanceError):
         found[0].times = 2  # type: ignore[misc]
     assert str(explain(jnp.sin)(1.0)) == "no collectives"

@@ -58,7 +58,7 @@ def over_i(body: Callable[..., Any], name: str = "i") -> Callable[..., Any]:
 
 
 def large_matmul(v: Any) -> Any:
-    x, w = jnp.tile(v.T, (1 << 10, 1)), jnp.tile(v, (1, 1 << 5))
+    x, w = jnp.tile(v.T, (1 << 12, 1)), jnp.tile(v, (1, 1 << 7))
     return jin.matmul_all_reduce(x, w, "x")
 
 

@@ -1,4 +1,4 @@
-"""Compares auto-sharded programs with and without accelerate(auto=True)."""
+"""Compares programs that XLA partitions with and without accelerate()."""
 
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -28,9 +28,9 @@ def not_installed(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
     assert not [r for r in caplog.get_records("call") if r.levelname == "WARNING"]
 
 
-def two_axes(order: Any = None) -> Mesh:
-    devices = np.array(jax.devices())[list(order or range(N))]
-    return Mesh(devices.reshape(2, -1), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
+def two_axes(order: Any = None, *kinds: AxisType, shape: Any = (2, -1)) -> Mesh:
+    devices = np.array(jax.devices())[list(order or range(N))].reshape(shape)
+    return Mesh(devices, ("data", "model"), axis_types=kinds or (AxisType.Auto,) * 2)
 
 
 def normal(seed: int, *shape: int) -> Any:
@@ -70,16 +70,17 @@ def same_results(wanted: Any, found: Any) -> None:
 
 
 def check(
-    f: Callable[..., Any], *args: Any, left: int | None = None, **ours: int
+    f: Callable[..., Any], *args: Any, auto: bool = True, left: int | None = None, **ours: int
 ) -> tuple[Counter[str], Counter[str]]:
     """Compares results and shardings; returns the collectives before and after.
 
     Args:
+        auto: whether the program is over Auto axes.
         left: how many of XLA's must be left, of more that it had. If None, not more than it had.
         ours: how many operations of this package there must be, for some of them.
     """
     wanted_program = compiled(f, *args)
-    with jax_intranode.accelerate(auto=True):
+    with jax_intranode.accelerate(auto=auto):
         found_program = compiled(f, *args)
     same_results(wanted_program(*args), found_program(*args))
     before, after = collectives(wanted_program), collectives(found_program)

@@ -3,43 +3,34 @@
 from collections.abc import Callable
 from typing import Any
 
+import auto_programs
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from devices import need_devices
+from auto_programs import N, normal, not_installed
 from jax import lax
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jax_intranode
-from jax_intranode._src.jax_private import hlo
 
-N = len(jax.devices())
+__all__ = ["not_installed"]
 EXPLICIT = AxisType.Explicit
 
 
-def explicit_mesh(order: Any = None, *, shape: Any = (2, N // 2), of_data: Any = EXPLICIT) -> Mesh:
-    need_devices(4)
-    devices = np.array(jax.devices())[list(order or range(N))]
-    return Mesh(devices.reshape(shape), ("data", "model"), axis_types=(of_data, EXPLICIT))
+def explicit_mesh(order: Any = None, **of: Any) -> Mesh:
+    return auto_programs.two_axes(order, EXPLICIT, EXPLICIT, **of)
 
 
 def put(seed: int, shape: tuple[int, ...], *spec: Any) -> jax.Array:
-    return jax.device_put(jax.random.normal(jax.random.key(seed), shape), P(*spec))
+    return jax.device_put(normal(seed, *shape), P(*spec))
 
 
 def check(f: Callable[..., Any], *args: Any) -> int:
     """Compares results and shardings; returns how many operations of ours the program has."""
-    jitted = jax.jit(f)
-    wanted = jitted(*args)
-    with jax_intranode.accelerate():
-        found = jitted(*args)
-        text = jitted.lower(*args).as_text()
-    for w, v in zip(jax.tree.leaves(wanted), jax.tree.leaves(found), strict=True):
-        assert w.sharding == v.sharding and w.dtype == v.dtype
-        np.testing.assert_allclose(np.asarray(w), np.asarray(v), rtol=1e-4, atol=1e-4)
-    return sum(n for name, n in hlo.in_lowered(text).items() if name.startswith("jax_intranode"))
+    _, after = auto_programs.check(f, *args, auto=False)
+    return sum(n for name, n in after.items() if name.startswith("jax_intranode"))
 
 
 def batches_in_a_loop(x: Any, w: Any) -> Any:
@@ -116,7 +107,7 @@ def test_axes_of_one_device_and_of_other_types() -> None:
     with jax.set_mesh(explicit_mesh(shape=(N, 1))):
         x, w = put(0, (8, 32), "data", "model"), put(1, (32, 16), "data", "model")
         assert check(lambda x, w: jnp.dot(x, w, out_sharding=P("data", "model")), x, w) == 1
-    with jax.set_mesh(explicit_mesh(of_data=AxisType.Auto)):
+    with jax.set_mesh(auto_programs.two_axes(None, AxisType.Auto, EXPLICIT)):
         x, w = put(0, (8, 16), None, "model"), put(1, (16, 8), "model", None)
         # A shard_map can't be fully manual.
         assert check(lambda x, w: jnp.dot(x, w, out_sharding=P()), x, w) == 0

@@ -29,7 +29,7 @@ QUICK = (
     "psum:idle:exit:1of2",
     "psum:first_run:away:0of2",
     "psum:meeting:away:1of2",
-    "psum:lowering:delay:1of2",
+    "psum:lowering:delay:0of2",
 )
 # The same in the pipeline and in the fused kernel.
 ON_GPUS = (
@@ -38,7 +38,7 @@ ON_GPUS = (
     *("all_gather_matmul:second_run:away:0of2", "matmul_reduce_scatter:second_run:os_exit:1of2"),
 )
 MORE = (
-    *("psum:fourth_run:stop:1of2", "psum:second_run:shutdown:1of2", "psum:idle:interrupt:1of2"),
+    *("psum:second_run:shutdown:1of2", "psum:idle:interrupt:1of2"),
     *("all_gather_matmul:second_run:exception:0of2", "psum:second_run:os_exit:1of3"),
     *map(str, matrix.sample(matrix.WORLDS, 30, seed=0)),
 )

@@ -27,8 +27,8 @@ pytestmark = pytest.mark.usefixtures("not_installed")
 N = len(jax.devices())
 
 
-def program(**options: Any) -> Callable[..., Any]:
-    return jax.jit(sharded(lambda v: lax.psum(v, "x"), line(), P("x"), P()), **options)
+def program() -> Callable[..., Any]:
+    return jax.jit(sharded(lambda v: lax.psum(v, "x"), line(), P("x"), P()))
 
 
 X = jnp.arange(N * 4, dtype=jnp.float32).reshape(N, 4)

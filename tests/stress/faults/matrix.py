@@ -86,6 +86,8 @@ class Case:
         # the programs of its process.
         if self.fault == "shutdown" and (self.in_meeting or self.phase == "inside"):
             return False
+        if self.fault == "away" and self.phase == "inside":
+            return False  # the program that runs makes the victim's calls
         return not (self.fault in ("stop", "shutdown", "away") and agreeing)
 
     @property

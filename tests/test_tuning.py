@@ -156,10 +156,6 @@ def test_a_file_that_cannot_be_used_is_refused(
 
 
 def test_tuned_rows_take_the_place_of_shipped_ones() -> None:
-    usual: dict[str, Any] = {
-        "dtype": "bfloat16", "hardware": "hopper", "mode": "multi",
-        "epoch_buffer_bytes": 1 << 30,
-    }  # fmt: skip
     tuned = table.Tuned(
         {
             ("multi", "psum", "bare", 4): (table.Row(1 << 16, "two_shot", 64, 7),),
@@ -169,9 +165,11 @@ def test_tuned_rows_take_the_place_of_shipped_ones() -> None:
     )
 
     def choose(operation: str, world: int, nbytes: int, **more: Any) -> select.Selection:
-        return select.select(
-            operation, world_size=world, nbytes=nbytes, tuned=tuned, **usual | more
-        )
+        usual = {
+            "dtype": "bfloat16", "hardware": "hopper", "mode": "multi", "tuned": tuned,
+            "epoch_buffer_bytes": 1 << 30,
+        }  # fmt: skip
+        return select.select(operation, world_size=world, nbytes=nbytes, **usual | more)
 
     for world in (2, 3, 4):  # those of the next larger group hold
         chosen = choose("psum", world, 1 << 16)
@@ -191,12 +189,7 @@ def test_tuned_rows_take_the_place_of_shipped_ones() -> None:
         ("psum_scatter", 4, {}),
     ):
         with_tuning = choose(operation, world, 4096, **more)
-        without = select.select(
-            operation,
-            world_size=world,
-            nbytes=4096,
-            **usual | more,  # type: ignore[arg-type]
-        )
+        without = choose(operation, world, 4096, tuned=None, **more)
         assert with_tuning == without and "measured on Hopper GPUs" in without.reason
 
 

@@ -21,6 +21,8 @@ void Expect(bool right, const char* what) {
   if (!right && ++wrong <= 5) std::printf("wrong: %s\n", what);
 }
 
+bool In(int number, int end) { return number >= 0 && number < end; }
+
 // The work lists that the clusters of a rank have claimed.
 struct Lists {
   int clusters;
@@ -65,8 +67,8 @@ void CheckClusterTiles(const TileOrder& p, int clusters, std::mt19937* random) {
         continue;
       }
       const int number = tiles[i].number();
-      Expect(number >= 0 && number < ClusterTiles(p), "a cluster tile that does not exist");
-      if (number < 0 || number >= ClusterTiles(p)) return;
+      Expect(In(number, ClusterTiles(p)), "a cluster tile that does not exist");
+      if (!In(number, ClusterTiles(p))) return;
       ++done[number];
       const ClusterTile tile = ClusterTileOf(p, number);
       const bool is_sent = p.reduce_scatter && !tile.wgrad && tile.step < p.size - 1;
@@ -90,19 +92,17 @@ void CheckNumbers(const TileOrder& p) {
   std::set<std::tuple<bool, int, int, int>> seen;
   for (int number = 0; number < ClusterTiles(p); ++number) {
     const ClusterTile tile = ClusterTileOf(p, number);
-    Expect(tile.step >= 0 && tile.step < size, "a step that does not exist");
-    Expect(tile.row_pair >= 0 && tile.row_pair < (tile.wgrad ? p.wgrad_row_pairs : p.row_pairs),
-           "a row pair that does not exist");
-    Expect(tile.column >= 0 && tile.column < (tile.wgrad ? p.wgrad_column_tiles : p.column_tiles),
-           "a column that does not exist");
+    Expect(In(tile.step, size) && In(tile.row_pair, tile.wgrad ? p.wgrad_row_pairs : p.row_pairs) &&
+               In(tile.column, tile.wgrad ? p.wgrad_column_tiles : p.column_tiles),
+           "a tile that does not exist");
     Expect(tile.wgrad == IsWgrad(p, number), "a tile that is not where IsWgrad says");
     Expect(seen.emplace(tile.wgrad, tile.step, tile.row_pair, tile.column).second,
            "two numbers for the same tile");
   }
   for (int number = 0; number < ChunksSent(p); ++number) {
     const Chunk chunk = ChunkOf(p, number);
-    Expect(chunk.step >= 1 && chunk.step < size && chunk.row_tile >= 0 &&
-               chunk.row_tile < 2 * p.row_pairs && chunk.k >= 0 && chunk.k < p.k_chunks,
+    Expect(In(chunk.step - 1, size - 1) && In(chunk.row_tile, 2 * p.row_pairs) &&
+               In(chunk.k, p.k_chunks),
            "a chunk that does not exist");
     Expect(seen.emplace(false, size + chunk.step, chunk.row_tile, chunk.k).second,
            "two numbers for the same chunk");
@@ -151,8 +151,10 @@ void CheckSlots(const TileOrder& p) {
   }
 }
 
+}  // namespace
+
 // Checks random sizes.
-void CheckAll() {
+int main() {
   std::mt19937 random(1);
   const auto below = [&](int n) { return static_cast<int>(random() % n); };
   for (int i = 0; i < 600; ++i) {
@@ -176,12 +178,6 @@ void CheckAll() {
     CheckSlots(p);
     CheckClusterTiles(p, 1 + below(40), &random);
   }
-}
-
-}  // namespace
-
-int main() {
-  CheckAll();
   if (wrong > 0) return 1;
   std::printf("done\n");
 }

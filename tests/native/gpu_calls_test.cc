@@ -229,10 +229,8 @@ void BadUpdate() {
   record.missing = -1;
   record.fault = {0, 1, 3, 5, -1, 7, 4, 8, 9};
   record.reason = static_cast<uint32_t>(FailureReason::kBadUpdate);
-  CHECK(TextOf(platform.TakeFailures().at(0)) ==
-        "jax_intranode: ragged_all_to_all failed: update 3 from rank 0 to rank 1 has 5 rows from "
-        "row -1 of an operand with 8 rows to row 7 of an output with 9 rows, and recv_sizes of "
-        "rank 1 says 4 rows. The CUDA context is lost; restart the program.");
+  CHECK(Has(TextOf(platform.TakeFailures().at(0)),
+            "ragged_all_to_all failed: update 3 from rank 0 to rank 1 has 5 rows"));
   Clear();
 }
 

@@ -22,14 +22,13 @@
 #include <bit>
 #include <cerrno>
 #include <chrono>
-#include <condition_variable>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
 #include <deque>
 #include <functional>
+#include <future>
 #include <memory>
-#include <mutex>
 #include <random>
 #include <string>
 #include <thread>
@@ -254,28 +253,14 @@ struct Plan {
 
 // Awaits a ticket as a handler that has returned a future.
 std::string AwaitByThen(jin::HostGroup& group, const Ticket& ticket) {
-  struct State {
-    std::mutex mutex;
-    std::condition_variable changed;
-    int calls = 0;
-    std::string error;
-  };
-  const auto state = std::make_shared<State>();
+  const auto told = std::make_shared<std::promise<std::string>>();
   group.KeepMoving();
-  ticket->Then([state](const std::string& error) {
-    {
-      std::lock_guard lock(state->mutex);
-      ++state->calls;
-      state->error = error;
-    }
-    state->changed.notify_all();
-  });
-  std::unique_lock lock(state->mutex);
-  if (!state->changed.wait_for(lock, kPatience, [&] { return state->calls > 0; })) {
+  ticket->Then([told](const std::string& error) { told->set_value(error); });  // throws if it was
+  auto error = told->get_future();
+  if (error.wait_for(kPatience) != std::future_status::ready) {
     Wrong("a wait without end by Then()");
   }
-  Require(state->calls == 1, "Then() called back twice");
-  return state->error;
+  return error.get();
 }
 
 // Awaits a ticket as a handler that has not returned yet, and moves these groups.

@@ -46,6 +46,7 @@ constexpr size_t kRow = 256;
 constexpr size_t kDataBytes = 1024;  // of a ring: kMinSlots rows
 
 std::string variant = "sound";
+int device_of_new_streams;
 bool Is(const char* name) { return variant == name; }
 
 struct Task {
@@ -129,9 +130,6 @@ cudaError_t cudaDeviceGetStreamPriorityRange(int* lowest, int* highest) {
   *lowest = *highest = 0;
   return cudaSuccess;
 }
-namespace {
-int device_of_new_streams;
-}
 cudaError_t cudaStreamCreateWithPriority(cudaStream_t* stream, unsigned, int) {
   *stream = new FakeStream{device_of_new_streams};
   return cudaSuccess;
@@ -191,12 +189,12 @@ cudaError_t Post(const Words& words, cudaStream_t stream) {
 }
 cudaError_t PostAndAwait(const DeviceGroup& group, Algorithm, const Words& posted,
                          const Words& awaited, cudaStream_t stream) {
+  if (posted.count > 0) Post(posted, stream);
+  if (awaited.count == 0) return cudaSuccess;
   const Signals* const own = SignalsOf(group, group.rank);
-  const auto* const word = awaited.count > 0 ? awaited.word[0] : nullptr;
+  const auto* const word = awaited.word[0];
   const bool grant = word >= &own->granted[0][0] && word < &own->arrived[0][0];
-  const bool skipped = grant ? Is("no_grant") : Is("no_arrival");
-  if (posted.count > 0) Enqueue(stream, [posted] { Set(posted); });
-  if (awaited.count > 0 && !skipped) {
+  if (!Is(grant ? "no_grant" : "no_arrival")) {
     Enqueue(stream, [awaited] { Reset(awaited); }, awaited);
   }
   return cudaSuccess;
@@ -314,27 +312,22 @@ class Run {
   std::string RunInOrder(bool queue, std::mt19937* random) {
     std::vector<std::vector<int>> lanes = lanes_;
     if (queue) lanes = Queues(random);
-    std::vector<size_t> next(lanes.size(), 0), ready;
+    std::vector<size_t> next(lanes.size(), 0);
     for (Task& task : program.tasks) task.done = false;
     // Few lanes run often, so that others come late.
-    std::vector<uint32_t> weights;
-    for (size_t l = 0; l < lanes.size(); ++l) weights.push_back(1u << 2 * ((*random)() % 5));
-    do {
-      ready.clear();
-      uint32_t all = 0;
-      for (size_t l = 0; l < lanes.size(); ++l) {
-        if (next[l] == lanes[l].size() || !CanRun(lanes[l][next[l]])) continue;
-        ready.push_back(l);
-        all += weights[l];
-      }
-      if (ready.empty()) break;
-      uint32_t drawn = (*random)() % all;
-      size_t chosen = 0;
-      while (drawn >= weights[ready[chosen]]) drawn -= weights[ready[chosen++]];
-      Task& task = program.tasks[lanes[ready[chosen]][next[ready[chosen]]++]];
+    std::vector<double> often(lanes.size()), weights(lanes.size());
+    for (double& weight : often) weight = 1 << 2 * ((*random)() % 5);
+    const auto weight_of = [&](size_t lane) {
+      return next[lane] < lanes[lane].size() && CanRun(lanes[lane][next[lane]]) ? often[lane] : 0;
+    };
+    while (program.error.empty()) {
+      for (size_t l = 0; l < lanes.size(); ++l) weights[l] = weight_of(l);
+      if (std::all_of(weights.begin(), weights.end(), [](double w) { return w == 0; })) break;
+      const size_t lane = std::discrete_distribution<>(weights.begin(), weights.end())(*random);
+      Task& task = program.tasks[lanes[lane][next[lane]++]];
       task.run();
       task.done = true;
-    } while (program.error.empty());
+    }
     const auto is_done = [](const Task& task) { return task.done; };
     if (!std::all_of(program.tasks.begin(), program.tasks.end(), is_done)) {
       program.Fail("a wait without end");
@@ -362,9 +355,7 @@ class Run {
       queued[task] = true;
     };
     for (int r = 0; r < ranks_; ++r) {
-      std::vector<int> waiting;
-      do {
-        waiting.clear();
+      for (std::vector<int> waiting;; waiting.clear()) {
         for (size_t t = 0; t < program.tasks.size(); ++t) {
           const Task& task = program.tasks[t];
           const auto is_later = [&](int b) { return program.tasks[b].Waits() && !queued[b]; };
@@ -376,7 +367,7 @@ class Run {
         const int next = waiting[(*random)() % waiting.size()];
         for (const int before : program.tasks[next].before) add(r, before);
         add(r, next);
-      } while (true);
+      }
       for (size_t t = 0; t < program.tasks.size(); ++t) {
         if (program.tasks[t].rank == r) add(r, static_cast<int>(t));
       }
@@ -461,10 +452,7 @@ int main(int argc, char** argv) {
   if (ranks < 2 || ranks > kMostRanks || operations < 1) return 2;
 
   const auto plan = [](int first, int last) {
-    jin::MatmulPlan plan;
-    plan.first_pieces = first;
-    plan.last_pieces = last;
-    return plan;
+    return jin::MatmulPlan{.first_pieces = first, .last_pieces = last};
   };
   // A ring holds 4 rows. So 6 rows come in 6 pieces, 2 of them through used slots.
   const Shape all[] = {

@@ -1088,15 +1088,16 @@ def test_explain_says_why_a_program_is_left_as_a_whole(why: str) -> None:
 def test_a_program_that_xla_refuses_is_compiled_as_it_was(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """An error of the user's own is not laid to this package."""
+    """An error of the user's own is not laid to this package, and the program stays ours."""
     p, x = tensor_parallel()
     from jax._src import compiler  # noqa: TID251 - stands in for XLA
 
     f = jax.jit(mlp)
     with jax_intranode.accelerate(auto=True):
+        lowered = f.lower(p, x)
         with pytest.raises(jax.errors.JaxRuntimeError, match="xla_of_tests"):
-            f.lower(p, x).compile({"xla_of_tests": True})
-        assert "refuses" not in caplog.text
+            lowered.compile({"xla_of_tests": True})
+        assert "refuses" not in caplog.text and not of_xla(collectives(lowered.compile()))
     jax.clear_caches()
     compile_ = compiler.compile_or_get_cached
 

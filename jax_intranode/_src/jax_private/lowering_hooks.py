@@ -175,8 +175,13 @@ def hook_programs(rewrite: RewriteModule, forget: Callable[[Any], None]) -> None
             before = getattr(self, "lowered_by_jax", None)
             if before is None or before is self._hlo:
                 raise
-            self._hlo, why = before, " ".join(str(error).split())[:300]
-        compiled = of_jax(self, *args, **kwargs)  # raises if XLA refuses the program anyway
+            rewritten, self._hlo = self._hlo, before
+            why = " ".join(str(error).split())[:300]
+        try:
+            compiled = of_jax(self, *args, **kwargs)
+        except BaseException:  # XLA refuses the program anyway, as with a wrong compiler option
+            self._hlo = rewritten
+            raise
         forget(before)
         _log.warning(
             "XLA refuses %s with the collectives of this package; it is compiled without: %s",

@@ -260,7 +260,7 @@ class Rank:
             case "stop":
                 os.kill(os.getpid(), signal.SIGSTOP)
             case "exception":
-                if not self._case.in_meeting:
+                if not (self._case.in_meeting or self._case.phase == "inside"):
                     distributed.at_end_of_backends(self._until_others_know)
                 raise Injected("the injected fault")
             case "interrupt":

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from processes import python
 
-from jax_intranode._src.health import peers
+from jax_intranode._src.health import failures, peers
 from jax_intranode._src.native import extension
 
 pytestmark = pytest.mark.one_version
@@ -172,6 +172,8 @@ def test_a_failure_is_told_and_cleaned() -> None:
     assert watch.peers()[0][2] == "failed"
     watch.close()
     peer.close()
+    failures.current()  # what the monitor has found until now is no failure of other tests
+    failures.forget()
 
 
 def test_why_a_process_is_absent(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -69,6 +69,8 @@ def test_case(name: str) -> None:
 
 def test_packs_of_several_arrays_are_counted_in_32_bits() -> None:
     need_devices(2)
+    if jax.devices()[0].platform == "gpu":
+        pytest.skip("on GPUs jax.lax sums more than 64 GiB")
     shapes = [(10 << 30,), (2 << 30,), (10 << 30,)]  # 40, 8 and 40 GiB
     with cases.forced("two_shot"):
         parts = all_reduce.operations("psum", cases.line(2), ("x",), shapes, np.dtype("float32"))

@@ -23,6 +23,7 @@ from stress.faults.operations import OPERATIONS, data
 import jax_intranode
 from jax_intranode._src.native import extension
 from jax_intranode._src.selection.overlap import choice
+from jax_intranode._src.selection.overlap.plan import Plan
 
 pytestmark = pytest.mark.one_version
 
@@ -32,14 +33,16 @@ ON_CPU = jax.devices()[0].platform == "cpu"
 def runs_its_own(names: list[str]) -> None:
     """In a rank: each rank runs another operation, with operands of the same size."""
     mesh = cases.line()
-    operation = OPERATIONS[names[jax.process_index()]]
+    name, _, pipelined = names[jax.process_index()].partition(" in ")
+    operation = OPERATIONS[name]
     dtype = jnp.bfloat16 if operation.plan else np.float32
     x = cases.put(mesh, P("x"), np.concatenate([data(r, 2, 0) for r in range(2)]).astype(dtype))
+    plan = Plan(tile_columns=0) if pipelined else operation.plan
     jax_intranode.initialize(mesh)
 
     def run() -> None:
         f = cases.sharded(lambda v: operation.run(v, "x"), mesh, P("x"), P("x"))
-        with contextlib.suppress(Exception), choice.forced(operation.plan):
+        with contextlib.suppress(Exception), choice.forced(plan):
             jax.block_until_ready(jax.jit(f)(x))
 
     # When kernels of two processes give up on the same GPU, the driver tells only one of them.
@@ -60,7 +63,7 @@ def runs_its_own(names: list[str]) -> None:
     [
         ["psum", "psum_scatter"],
         ["all_gather_matmul", "matmul_reduce_scatter"],
-        ["all_gather_matmul", "gradient"],  # in the fused kernel, and in the pipeline
+        ["all_gather_matmul", "all_gather_matmul in the pipeline"],
     ],
     ids=["collectives", "matmuls", "plans"],
 )
@@ -73,7 +76,7 @@ def test_ranks_that_run_different_operations_are_told(ranks: Any, names: list[st
     logs = ranks(
         runs_its_own, 2, env=limits | {"JAX_INTRANODE_REPORT_AFTER_S": "1"}, arguments=[names]
     )
-    ran = ["all_gather_matmul" if name == "gradient" else name for name in names]
+    ran = [name.partition(" in ")[0] for name in names]
     for rank, log in enumerate(logs):
         other = 1 - rank
         if ON_CPU:
@@ -120,7 +123,7 @@ def test_bad_table_of_a_ragged_all_to_all(ranks: Any) -> None:
         (error,) = said(log, "ERROR")
         assert re.search(
             f"ragged_all_to_all .*failed: update 0 from rank 1 to rank 0 has {text}", error
-        )
+        ), log
 
 
 def test_segments_of_crashed_processes_are_removed() -> None:

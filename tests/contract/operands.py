@@ -126,13 +126,12 @@ def every_dtype(lib: Any) -> Any:
         summed = {d: sent[d] for d in cases.DTYPES}
         infinite = {d: jnp.where(v > 2, v, -np.inf).astype(d) for d in cases.FLOATS}
         with_zero = {d: u for d, u in sent.items() if d != "float8_e8m0fnu"}
-        exchanged = [
-            lib.all_to_all(sent, "x", 0, 1, tiled=True),
-            lib.ppermute(sent, "x", [(0, 1), (1, 0)]),
-            lib.ppermute(with_zero, "x", [(0, 1)]),
-        ]
+        exchanged = lib.all_to_all(sent, "x", 0, 1, tiled=True)
+        assert all(r.dtype == d for d, r in exchanged.items())
+        permuted = lib.ppermute(sent, "x", [(0, 1), (1, 0)]), lib.ppermute(with_zero, "x", [(0, 1)])
         return (
-            jax.tree.map(bits, exchanged),
+            {d: r.astype("float32") if d.startswith("float8") else r for d, r in exchanged.items()},
+            jax.tree.map(bits, permuted),
             lib.all_gather(copied, "x"),
             lib.psum_scatter(summed, "x", tiled=True),
             [f(summed, "x") for f in (lib.psum, lib.pmean)],

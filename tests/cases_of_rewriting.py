@@ -80,12 +80,6 @@ def local(x: jax.Array) -> np.ndarray:
     return np.asarray(x.addressable_shards[0].data, np.float32)
 
 
-def check(found: Any, wanted: Any, tolerance: float = 1e-5) -> None:
-    for mine, theirs in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
-        scale = np.abs(theirs).max()
-        np.testing.assert_allclose(mine / scale, theirs / scale, atol=tolerance)
-
-
 # Collectives of jax.lax.
 
 
@@ -111,16 +105,6 @@ def sums(f: Any, x: jax.Array) -> int:
 
 
 @case
-def all_ranks_rewrite() -> None:
-    jax_intranode.install()
-    for columns in (4, 8):
-        x = columns_of(columns)
-        (call,) = jax_intranode.explain(summing())(x)
-        assert (call.origin, call.algorithm != "lax") == ("jax.lax", True), call
-        assert sums(summing(), x) == 1
-
-
-@case
 def one_rank_is_late_to_its_first_call() -> None:
     """It loads data, say, until rank 0 says that it waits."""
     jax_intranode.install()
@@ -140,6 +124,8 @@ def one_rank_is_late_to_its_first_call() -> None:
         if jax.process_index() == 1:
             client.blocking_key_value_get("rank 0 waits", 60_000)
         assert sums(summing(), columns_of(4)) == 1
+    (call,) = jax_intranode.explain(summing())(columns_of(8))
+    assert (call.origin, call.algorithm != "lax") == ("jax.lax", True), call
 
 
 @case
@@ -190,13 +176,16 @@ def auto_program() -> Any:
     return jax.jit(jax.value_and_grad(loss, argnums=(0, 1, 2)))
 
 
-def check_auto(arguments: Any, *, ours: bool) -> None:
+def check_auto(program: Any, arguments: Any, *, ours: bool) -> None:
     """Compares with XLA's results, and whether operations of this package ran."""
     before = jax_intranode.usage_counter()
-    found = jax.tree.map(local, auto_program()(*arguments))
+    found = jax.tree.map(local, program(*arguments))
     assert (jax_intranode.usage_counter() > before) is ours
     jax_intranode.uninstall()
-    check(found, jax.tree.map(local, auto_program()(*arguments)), 1e-4)
+    wanted = jax.tree.map(local, program(*arguments))
+    for mine, theirs in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
+        scale = np.abs(theirs).max()
+        np.testing.assert_allclose(mine / scale, theirs / scale, atol=1e-4)
 
 
 @case
@@ -206,7 +195,7 @@ def auto_all_ranks_rewrite() -> None:
     assert any(call.algorithm != "lax" for call in calls), calls
     for rows in (4, 8):
         jax_intranode.install(auto=True)
-        check_auto(auto_arguments(rows), ours=True)
+        check_auto(auto_program(), auto_arguments(rows), ours=True)
     if jax.process_index() == 0:  # now that they have compared a program, nobody waits
         jax_intranode.install(auto=True)
         with mock.patch.object(timeouts, "FIRST_WAIT_S", FOREVER_S):
@@ -222,11 +211,7 @@ def explicit_axes_need_no_auto() -> None:
     with jax.set_mesh(mesh):
         x, w = made(mesh, 0, (8, 16), "x"), made(mesh, 1, (16, 32), "x")
         program = jax.jit(lambda x, w: jax.numpy.dot(x, w, out_sharding=P("x")))
-        before = jax_intranode.usage_counter()
-        found = local(program(x, w))
-        assert jax_intranode.usage_counter() > before
-        jax_intranode.uninstall()
-        check(found, local(program(x, w)))
+        check_auto(program, (x, w), ours=True)
 
 
 @case
@@ -243,13 +228,9 @@ def auto_custom_partitioning() -> None:
         infer_sharding_from_operands=lambda mesh, operands, result: operands[0].sharding,
         sharding_rule="i j -> i j",
     )
-    arguments = auto_arguments(4)
-    program = jax.jit(lambda x, up, down: relu(x @ up) @ down)
-    wanted = local(program(*arguments))
     jax_intranode.install(auto=True)
-    before = jax_intranode.usage_counter()
-    check(local(program(*arguments)), wanted, 1e-4)
-    assert jax_intranode.usage_counter() > before
+    program = jax.jit(lambda x, up, down: relu(x @ up) @ down)
+    check_auto(program, auto_arguments(4), ours=True)
 
 
 @case
@@ -257,7 +238,7 @@ def auto_one_rank_has_it_not() -> None:
     with mock.patch.object(timeouts, "FIRST_WAIT_S", WAIT_S), warnings() as said:
         for rows in (12, 20):
             jax_intranode.install(auto=jax.process_index() == 0)
-            check_auto(auto_arguments(rows), ours=False)
+            check_auto(auto_program(), auto_arguments(rows), ours=False)
     if jax.process_index() == 0:
         texts = [text for text in said if "A program is left to XLA" in text]
         assert len(texts) == 2, said
@@ -275,5 +256,5 @@ def auto_ranks_take_different_operations() -> None:
         ),
         warnings() as said,
     ):
-        check_auto(auto_arguments(24), ours=False)
+        check_auto(auto_program(), auto_arguments(24), ours=False)
     assert sum("would replace different operations" in text for text in said) == 1, said

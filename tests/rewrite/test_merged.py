@@ -19,7 +19,6 @@ import jax_intranode
 from jax_intranode._src.jax_private import lax_collectives
 from jax_intranode._src.operations import RECORDS
 from jax_intranode._src.rewrite import collectives, sums
-from jax_intranode._src.rewrite.collectives import Body
 from jax_intranode._src.selection import table
 
 FORTH = shift(N)
@@ -48,11 +47,8 @@ def counts(body: Callable[..., Any], *args: Any, mesh: Any = None) -> dict[str, 
     specs = P((mesh or line()).axis_names)
     f = sharded(body, mesh or line(), specs, specs, check_vma=False)
     _, after, _ = rewritten(f, *args)
-    defined = set(after.invars)
     taken: dict[str, list[int]] = {}
-    for equation in after.eqns:  # nothing is used before it is computed
-        assert all(v in defined for v in equation.invars if not hasattr(v, "val")), equation
-        defined.update(equation.outvars)
+    for equation in after.eqns:
         if (name := equation.primitive.name).startswith("intranode_"):
             taken.setdefault(name.removeprefix("intranode_"), []).append(len(equation.invars))
     wanted = jax.jit(f)(*args)
@@ -204,19 +200,6 @@ def test_a_bucket_that_would_be_too_large() -> None:
 
     found = counts(body, X)["psum"]
     assert sum(found) == 8 and (jax.devices()[0].platform == "gpu" or len(found) > 1)
-
-
-@pytest.mark.parametrize("reduce", [lax.pmax, lax.pmin])
-def test_an_extreme_of_a_product_is_no_sum(reduce: Any) -> None:
-    def body(a: Any) -> Any:
-        b = jnp.ones((8, 8), a.dtype)
-        return reduce(a @ b, "x"), lax.psum(a @ (b + 1), "x")
-
-    with mock.patch.object(Body, "is_overlapped", lambda *_, **__: True):
-        _, after, _ = rewritten(mapped(body), X)
-    assert sorted(names(after)) == sorted(
-        ["intranode_matmul_all_reduce", f"intranode_{reduce.__name__}"]
-    )
 
 
 LARGE = jax.ShapeDtypeStruct((N * 513, 512), jnp.float32)  # more than 1 MiB on each device

@@ -1,10 +1,9 @@
 """install, uninstall and accelerate: which programs are rewritten, and which caches serve them."""
 
-import asyncio
 import dataclasses
 import subprocess
-import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -80,66 +79,35 @@ def test_accelerate_is_a_context_and_a_decorator() -> None:
 
 def test_accelerate_holds_for_its_thread_only() -> None:
     f = program()
-    entered, done = threading.Event(), threading.Event()
-
-    def other() -> None:
-        with jax_intranode.accelerate():
-            entered.set()
-            done.wait(60)
-
-    thread = threading.Thread(target=other)
-    thread.start()
-    try:
-        assert entered.wait(60)
-        assert ours(f, X) == 0
-    finally:
-        done.set()
-        thread.join()
+    with jax_intranode.accelerate(), ThreadPoolExecutor(1) as pool:
+        assert pool.submit(ours, f, X).result() == 0
+        assert ours(f, X) == 1
 
 
-def test_accelerate_of_tasks_that_overlap() -> None:
-    """The thread is not accelerated when both have ended."""
+def test_accelerate_of_contexts_that_overlap() -> None:
+    """As two tasks of a thread have them. It is not accelerated when both have ended."""
     f = program()
-
-    async def task(begins: asyncio.Event, goes_on: asyncio.Event) -> None:
-        with jax_intranode.accelerate():
-            begins.set()
-            await goes_on.wait()
-
-    async def both() -> None:
-        first, second = asyncio.Event(), asyncio.Event()
-        await asyncio.gather(task(first, second), task(second, first))
-
-    async def one_by_one() -> None:
-        begins = [asyncio.Event() for _ in range(2)]
-        goes_on = [asyncio.Event() for _ in range(2)]
-        tasks = [asyncio.create_task(task(*e)) for e in zip(begins, goes_on, strict=True)]
-        for event in begins:
-            await event.wait()
-        for event, running in zip(goes_on, tasks, strict=True):
-            event.set()
-            await running
-
-    for overlap in (both, one_by_one):
-        asyncio.run(overlap())
-        assert ours(f, X) == 0
+    first, second = jax_intranode.accelerate(), jax_intranode.accelerate()
+    first.__enter__()
+    second.__enter__()
+    first.__exit__()
+    assert ours(f, X) == 1
+    second.__exit__()
+    assert ours(f, X) == 0
 
 
-def generates() -> Any:
-    yield
+def test_accelerate_refuses_functions_whose_body_runs_later() -> None:
+    def generates() -> Any:
+        yield
 
+    async def awaits() -> None: ...
 
-async def awaits() -> None: ...
+    async def generates_later() -> Any:
+        yield
 
-
-async def generates_later() -> Any:
-    yield
-
-
-@pytest.mark.parametrize("function", [generates, awaits, generates_later])
-def test_accelerate_refuses_functions_whose_body_runs_later(function: Any) -> None:
-    with pytest.raises(TypeError, match=f"can't decorate.*{function.__name__}.*runs after"):
-        jax_intranode.accelerate()(function)
+    for function in (generates, awaits, generates_later):
+        with pytest.raises(TypeError, match=f"can't decorate.*{function.__name__}.*runs after"):
+            jax_intranode.accelerate()(function)
 
 
 def test_locations_in_lowered_programs_are_the_users() -> None:
@@ -161,22 +129,15 @@ def test_the_cache_of_lowered_programs_can_be_asked() -> None:
 
 
 def test_threads_that_install_and_uninstall_get_right_results() -> None:
-    f = program()
-    wanted = np.asarray(f(X))
-    wrong = []
+    wanted = np.asarray(program()(X))
 
-    def work(kind: int) -> None:
+    def work(change: Callable[[], None]) -> None:
         for _ in range(10):
-            (jax_intranode.install, jax_intranode.uninstall)[kind]()
-            if not np.array_equal(np.asarray(program()(X)), wanted):
-                wrong.append(kind)
+            change()
+            np.testing.assert_array_equal(program()(X), wanted)
 
-    threads = [threading.Thread(target=work, args=(kind,)) for kind in (0, 1)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not wrong
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(work, (jax_intranode.install, jax_intranode.uninstall)))
 
 
 def test_another_order_of_devices_under_set_mesh() -> None:

@@ -87,31 +87,19 @@ IS_OVERLAPPED = Body.is_overlapped
 
 # For each: the body; the global shape of x, its spec and the operation if they are not these.
 OF_ROWS = (T * N, F), ROWS, f"{AG} axis=0 ({X_SHARD}, {W_SHARD})"
+OF_MIDDLE = (3, T * N, F), P(None, "x"), f"{AG} axis=1 (f32[3,{T},{F}], {W_SHARD})"
+OF_INSIDE = *OF_ROWS[:2], f"{AG} axis=1 (f32[{T},1,{F}], {W_SHARD})"
+OF_BFLOAT16 = *OF_ROWS[:2], f"{AG} axis=0 (bf16[{T},{F}], bf16[{F},{H}])"
 Gather = tuple[Callable[..., Any], tuple[int, ...], P, str]
 GATHERS: dict[str, Gather] = {
-    "another_axis": (
-        lambda x, w: gather(x, 1) @ w,
-        (3, T * N, F),
-        P(None, "x"),
-        f"{AG} axis=1 (f32[3,{T},{F}], {W_SHARD})",
-    ),
-    "rows_joined": (
-        lambda x, w: gather(x, 1).reshape(3 * T * N, F) @ w,
-        (3, T * N, F),
-        P(None, "x"),
-        f"{AG} axis=1 (f32[3,{T},{F}], {W_SHARD})",
-    ),
+    "another_axis": (lambda x, w: gather(x, 1) @ w, *OF_MIDDLE),
+    "rows_joined": (lambda x, w: gather(x, 1).reshape(3 * T * N, F) @ w, *OF_MIDDLE),
     "rows_split": (lambda x, w: gather(x).reshape(N, T, F) @ w, *OF_ROWS),
     "stacked": (lambda x, w: gather(x, tiled=False).reshape(-1, F) @ w, *OF_ROWS),
-    "stacked_in_the_middle": (
-        lambda x, w: gather(x, 1, tiled=False) @ w,
-        *OF_ROWS[:2],
-        f"{AG} axis=1 (f32[{T},1,{F}], {W_SHARD})",
-    ),
+    "stacked_in_the_middle": (lambda x, w: gather(x, 1, tiled=False) @ w, *OF_INSIDE),
     "ranks_inside": (
         lambda x, w: gather(x, tiled=False).transpose(1, 0, 2).reshape(-1, F) @ w,
-        *OF_ROWS[:2],
-        f"{AG} axis=1 (f32[{T},1,{F}], {W_SHARD})",
+        *OF_INSIDE,
     ),
     "transposed": (lambda x, w: gather(x, 1).T @ w, (F, T * N), COLUMNS, OF_ROWS[2]),
     "several_contracted": (
@@ -136,15 +124,13 @@ GATHERS: dict[str, Gather] = {
     "named": (lambda x, w: checkpoint_name(gather(x), "whole") @ w, *OF_ROWS),
     "cast_to_fewer_bytes": (
         lambda x, w: gather(x).astype("bfloat16") @ w.astype("bfloat16"),
-        *OF_ROWS[:2],
-        f"{AG} axis=0 (bf16[{T},{F}], bf16[{F},{H}])",
+        *OF_BFLOAT16,
     ),
     "product_cast": (
         lambda x, w: jnp.matmul(
             gather(x.astype("bfloat16")), w.astype("bfloat16"), preferred_element_type="float32"
         ).astype("bfloat16"),
-        *OF_ROWS[:2],
-        f"{AG} axis=0 (bf16[{T},{F}], bf16[{F},{H}])",
+        *OF_BFLOAT16,
     ),
 }
 
@@ -259,14 +245,8 @@ SCATTERS: dict[str, tuple[Callable[..., Any], tuple[int, ...], str]] = {
 }
 
 
-@pytest.mark.parametrize(
-    ("form", "check_vma"),
-    [
-        pytest.param(form, check, marks=[pytest.mark.full] * (not check and form != "plain"))
-        for form in SCATTERS
-        for check in (True, False)
-    ],
-)
+@pytest.mark.parametrize("form", SCATTERS)
+@pytest.mark.parametrize("check_vma", [True, full(False)])
 def test_forms_of_sums(form: str, check_vma: bool) -> None:
     body, shape, wanted = SCATTERS[form]
     y = normal(*shape)
@@ -429,14 +409,8 @@ LAYER = (X, W, jnp.cos(W), V)
 LAYER_SPECS = (ROWS, COLUMNS, COLUMNS, ROWS)
 
 
-@pytest.mark.parametrize(
-    ("wrap", "check_vma"),
-    [
-        pytest.param(wrap, check, marks=[pytest.mark.full] * (not check and wrap != "scan"))
-        for wrap in ("plain", "checkpoint", "jit", "scan", "vmap")
-        for check in (True, False)
-    ],
-)
+@pytest.mark.parametrize("wrap", ["plain", "checkpoint", "jit", "scan", "vmap"])
+@pytest.mark.parametrize("check_vma", [True, False])
 def test_gradients(wrap: str, check_vma: bool) -> None:
     def local(*args: Any) -> Any:
         x, *weights = args

@@ -266,12 +266,6 @@ def test_forms_of_sums(form: str, check_vma: bool) -> None:
 # What is left.
 
 
-def barrier_between(x: Any, w: Any) -> Any:
-    whole = gather(x)
-    w = lax.optimization_barrier(w)
-    return whole @ w
-
-
 def placed(x: Any, w: Any) -> Any:
     with set_xla_metadata(_scheduling_group_id="1"):
         whole = gather(x)
@@ -299,7 +293,7 @@ def cast_and_used(x: Any, w: Any) -> Any:
 GATHERS_LEFT: dict[str, Callable[..., Any]] = {
     "contraction": lambda x, w: gather(jnp.tile(x, (1, N)), 1) @ jnp.tile(w, (N * N, 1)),
     "barrier": lambda x, w: lax.optimization_barrier(gather(x)) @ w,
-    "barrier_between": barrier_between,
+    "barrier_between": lambda x, w: gather(x) @ lax.optimization_barrier(w),
     "placed": placed,
     "placed_matmul": placed_matmul,
     "rows_contracted": lambda x, w: gather(x).T @ jnp.ones((T * N, 3)) + w[:, :3],

@@ -76,10 +76,6 @@ def two_chains(v: Any) -> Any:
     return a, b
 
 
-def barrier_between(v: Any) -> Any:
-    return lax.psum(v, "x"), lax.psum(lax.optimization_barrier(v) * 2, "x")
-
-
 def sums_that_need_each_other(v: Any) -> Any:
     """float32 -> int32 and int32 -> float32: merging both pairs would be a circle."""
     a = lax.psum(v, "x")
@@ -130,7 +126,10 @@ MERGED: dict[str, tuple[Callable[[Any], Any], dict[str, list[int]]]] = {
     "a tree of means": (tree_of_means, {"psum": [20]}),
     "casts between": (cast_between, {"psum": [3]}),
     "two chains of sums": (two_chains, {"psum": [2, 2, 2]}),
-    "a barrier between": (barrier_between, {"psum": [1, 1]}),
+    "a barrier between": (
+        lambda v: (lax.psum(v, "x"), lax.psum(lax.optimization_barrier(v) * 2, "x")),
+        {"psum": [1, 1]},
+    ),
     "a circle of sums": (sums_that_need_each_other, {"psum": [1, 1, 2]}),
     "no elements": (lambda v: lax.psum(v[:, :0], "x").sum() + v, {}),
     "two neighbours": (halos, {"ppermute": [2]}),

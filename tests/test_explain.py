@@ -190,17 +190,11 @@ def left(v: Any) -> Any:
     return a + lax.psum(jnp.tile(v, (1, 1 << 20)), "x")[:, :1]
 
 
-def mixed(v: Any) -> Any:
-    """Calls of both packages, and calls of ours that fall back."""
-    a = jax_intranode.psum(v, "x") + lax.psum(v * 2, "x") + jax_intranode.psum(v > 0, "x")
-    return a + jax_intranode.pmean(v, "x", axis_index_groups=HALVES)
-
-
 PROGRAMS: dict[str, Callable[[Any], Any]] = {
     **{f"{name}_of_lax": program for name, program in shared(lax).items()},
     **shared(jax_intranode),
     **{f.__name__: f for f in (by_platform, many, fallbacks, large, mapped)},
-    **{f.__name__: f for f in (tree, others, left, mixed)},
+    **{f.__name__: f for f in (tree, others, left)},
     "vmapped_name": lambda v: jax.vmap(lambda u: lax.psum(u, ("i", "x")), axis_name="i")(v),
 }
 # They have no transpose.

@@ -42,10 +42,8 @@ def operands(seed: int = 0, dtype: str = "float32") -> tuple[Any, Any, Any, Any]
     x, weights = expert_routings.operands(rng, N, TOKENS, HIDDEN, TOP, dtype)
     ids = expert_routings.routing(rng, N, TOKENS, TOP, EXPERTS, "some none")
     factors = rng.uniform(0.5, 2, (EXPERTS, HIDDEN)).astype(x.dtype)
-    x, ids, weights, factors = (
-        jnp.asarray(v.reshape(-1, v.shape[-1])) for v in (x, ids, weights, factors)
-    )
-    return x, ids, weights, factors
+    x, ids, weights = (jnp.asarray(v.reshape(-1, v.shape[-1])) for v in (x, ids, weights))
+    return x, ids, weights, jnp.asarray(factors)
 
 
 def layer(capacity: int | None = None) -> Any:
@@ -53,17 +51,15 @@ def layer(capacity: int | None = None) -> Any:
     return functools.partial(experts, jax_intranode, capacity=capacity)
 
 
-def program(body: Any, check_vma: bool = True) -> Callable[..., Any]:
-    return sharded(body, line(N), P("x"), P("x"), check_vma)
-
-
-def loss(f: Any, *args: Any) -> Any:
-    return (f(*args) * jnp.arange(HIDDEN)).sum()
+def program(body: Any) -> Callable[..., Any]:
+    return sharded(body, line(N), P("x"), P("x"), True)
 
 
 def gradients(f: Any, x: Any, ids: Any, weights: Any, factors: Any) -> Any:
-    g = jax.value_and_grad(lambda x, w, v: loss(f, x, ids, w, v), (0, 1, 2))
-    return jax.jit(g)(x, weights, factors)
+    def loss(x: Any, w: Any, v: Any) -> Any:
+        return (f(x, ids, w, v) * jnp.arange(HIDDEN)).sum()
+
+    return jax.jit(jax.value_and_grad(loss, (0, 1, 2)))(x, weights, factors)
 
 
 def assert_close(found: Any, wanted: Any) -> None:
@@ -86,13 +82,7 @@ def test_gradients_of_dropped_rows_are_zero() -> None:
 
 
 def test_backward_has_one_exchange_for_outputs_and_weights() -> None:
-    args = operands()
-    f = program(layer())
-
-    def of(x: Any, w: Any, v: Any) -> Any:
-        return loss(f, x, args[1], w, v)
-
-    found = jax_intranode.explain(jax.value_and_grad(of, (0, 1, 2)))(args[0], *args[2:])
+    found = jax_intranode.explain(functools.partial(gradients, program(layer())))(*operands())
     names = [call.operation for call in found if call.algorithm != "lax"]
     # Forward, and then the gradients of the combine and of the dispatch.
     assert names.count("moe_dispatch") == names.count("moe_combine") == 2
@@ -268,15 +258,10 @@ def test_other_dtypes_fall_back(dtype: str) -> None:
 
 def test_room_for_all_is_logged(caplog: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fallback, "_logged", set())
-    x, ids, weights, factors = operands(12)
     with caplog.at_level(logging.INFO, "jax_intranode.fallbacks"):
-        jax.jit(program(layer())).lower(x, ids, weights, factors)
-        jax.jit(program(layer(7))).lower(x, ids, weights, factors)
-    lines = [r.getMessage() for r in caplog.records if "moe_dispatch" in r.getMessage()]
+        for capacity in (None, 7):
+            jax.jit(program(layer(capacity))).lower(*operands(12))
+    (found,) = [r.getMessage() for r in caplog.records if "moe_dispatch" in r.getMessage()]
     rows = N * TOKENS * min(TOP, EXPERTS // N)
-    assert len(lines) == 1
-    assert re.search(
-        rf"models.py:\d+ .* has {rows} rows for what it receives, {rows * HIDDEN * 4} bytes: "
-        "capacity=None has room for all tokens",
-        lines[0],
-    )
+    has = rf"has {rows} rows for what it receives, {rows * HIDDEN * 4} bytes: capacity=None has"
+    assert re.search(rf"models.py:\d+ .* {has} room for all tokens", found)

@@ -1,6 +1,6 @@
 """What is lowered where collective matmuls overlap; collectives and dots stand in."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 from unittest import mock
 
@@ -26,11 +26,34 @@ from jax_intranode._src.selection.overlap.plan import Plan
 
 pytestmark = pytest.mark.one_version
 
-# Computes what an overlapped operation does, of: a site, axes, the request, the number of ranks.
-Compute = Callable[[Any, Any, overlapped_call.Request, int, Sequence[Any]], list[Any]]
+
+def compute(
+    site: Any, axes: Any, request: overlapped_call.Request, size: int, operands: Sequence[Any]
+) -> list[Any]:
+    """What an overlapped operation does."""
+    assert not request.gathered
+    sizes, terms = request.sizes, len(request.sizes.ks)
+    operands = request.operands(*operands)
+    xs, ws, cts = operands[:terms], operands[terms : 2 * terms], operands[2 * terms :]
+    if request.transposed:
+        assert {w.shape for w in ws} == {(sizes.ns[0], k) for k in sizes.ks}
+        ws = [w.T for w in ws]
+    assert [x.shape[-1] for x in xs] == list(sizes.ks)
+    assert [ct.shape[-1] for ct in cts] == list(sizes.ns[: len(cts)])
+    rows = tuple(range(xs[0].ndim - 1))
+    if sizes.operation == "all_gather_matmul":
+        assert xs[0].size == sizes.outer * sizes.rows * sizes.ks[0]
+        gathers = AllGatherParams(axes, request.axis, True, size)
+        (whole,) = all_gather_p.bind_at(site, xs[0], params=gathers)
+        return [whole @ ws[0], *(jnp.tensordot(ct, whole, (rows, rows)) for ct in cts)]
+    assert xs[0].size == sizes.outer * sizes.rows * size * sizes.ks[0]
+    total = sum(x @ w for x, w in zip(xs, ws, strict=True))
+    scatters = PsumScatterParams(axes, request.axis, True, size)
+    (part,) = psum_scatter_p.bind_at(site, total, params=scatters)
+    return [part, *(jnp.tensordot(cts[0], x, (rows, rows)) for x in xs[: request.wgrads])]
 
 
-def standing_in(compute: Compute, plan: Plan, of_both: list[Any] | None = None) -> Any:
+def standing_in(plan: Plan, of_both: list[Any] | None = None) -> Any:
     """On CPUs nothing is overlapped. Dots and our collectives stand in for what is.
 
     With a list, only requests for both gradients are granted, and go into it.
@@ -61,20 +84,7 @@ def standing_in(compute: Compute, plan: Plan, of_both: list[Any] | None = None) 
 
 @pytest.fixture
 def overlapping() -> Iterator[None]:
-    def compute(site: Any, axes: Any, request: Any, size: int, operands: Any) -> list[Any]:
-        sizes = request.sizes
-        assert sizes.operation == "matmul_reduce_scatter"
-        reshaped, terms = request.operands(*operands), len(sizes.ks)
-        xs, ws = reshaped[:terms], reshaped[terms:]
-        if request.transposed:
-            ws = [w.T for w in ws]
-        for x, k in zip(xs, sizes.ks, strict=True):
-            assert x.shape == (sizes.rows * size, k)
-        total = sum(x @ w for x, w in zip(xs, ws, strict=True))
-        params = PsumScatterParams(axes, request.axis, True, size)
-        return psum_scatter_p.bind_at(site, total, params=params)
-
-    with standing_in(compute, Plan()):
+    with standing_in(Plan()):
         yield
 
 
@@ -141,28 +151,7 @@ def test_explain_of_an_overlapped_sum(overlapping: None) -> None:
 def both_in_one_call() -> Iterator[list[overlapped_call.Request]]:
     """Yields the requests that were granted."""
     granted: list[overlapped_call.Request] = []
-
-    def compute(site: Any, axes: Any, request: Any, size: int, operands: Any) -> list[Any]:
-        assert request.transposed and not request.gathered
-        sizes, terms = request.sizes, len(request.sizes.ks)
-        *factors, ct = request.operands(*operands)
-        xs, ws = factors[:terms], factors[terms:]
-        assert [x.shape[-1] for x in xs] == list(sizes.ks)
-        assert ct.shape[-1] == sizes.ns[0]
-        assert {w.shape for w in ws} == {(sizes.ns[0], k) for k in sizes.ks}
-        rows = tuple(range(ct.ndim - 1))
-        if sizes.operation == "all_gather_matmul":
-            assert xs[0].size == sizes.outer * sizes.rows * sizes.ks[0]
-            gathers = AllGatherParams(axes, request.axis, True, size)
-            (whole,) = all_gather_p.bind_at(site, xs[0], params=gathers)
-            return [whole @ ws[0].T, jnp.tensordot(ct, whole, (rows, rows))]
-        assert xs[0].size == sizes.outer * sizes.rows * size * sizes.ks[0]
-        total = sum(x @ w.T for x, w in zip(xs, ws, strict=True))
-        scatters = PsumScatterParams(axes, request.axis, True, size)
-        (part,) = psum_scatter_p.bind_at(site, total, params=scatters)
-        return [part, *(jnp.tensordot(ct, x, (rows, rows)) for x in xs[: request.wgrads])]
-
-    with standing_in(compute, Plan(tile_columns=128, wgrad=True), granted):
+    with standing_in(Plan(tile_columns=128, wgrad=True), granted):
         yield granted
 
 

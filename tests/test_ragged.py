@@ -143,17 +143,15 @@ def test_tables_of_other_dtypes(dtype: str) -> None:
 
 
 def test_operand_and_output_may_be_the_same_array() -> None:
-    x = np.arange(8, dtype=np.float32).reshape(2, 4)
-    tables = [np.array(t, np.int32) for t in ([[0, 1]] * 2, [[1, 2]] * 2, [[3, 1], [2, 2]])]
-    tables.append(ragged_tables.received(tables[1]))
+    x = np.pad(OPERAND, ((0, 0), (0, 1))).astype(np.float32)
 
     def body(x: Any, *tables: Any) -> Any:
         v = x[0] * 2
         found = jax_intranode.ragged_all_to_all(v, v, *(t[0] for t in tables), axis_name="x")
         return jnp.stack([found, v])[None]
 
-    found = jax.jit(sharded(body, line(2), P("x"), P("x")))(x, *tables)
-    np.testing.assert_array_equal(found[:, 0], ragged_tables.expected(2 * x, 2 * x, tables))
+    found = jax.jit(sharded(body, line(2), P("x"), P("x")))(x, *TABLES)
+    np.testing.assert_array_equal(found[:, 0], ragged_tables.expected(2 * x, 2 * x, TABLES))
     np.testing.assert_array_equal(found[:, 1], 2 * x)
 
 
@@ -254,12 +252,9 @@ def test_partly_manual_mesh(library: Any) -> None:
     def body(*xs: Any) -> Any:
         return library.ragged_all_to_all(*(x[0] for x in xs), axis_name="x")[None]
 
+    options: Any = {"in_specs": P("x"), "out_specs": P("x"), "axis_names": {"x"}}
     mesh = make_mesh((2, 2), ("x", "left to XLA"))
-    f = jax.jit(
-        jax.shard_map(
-            body, mesh=mesh, in_specs=P("x"), out_specs=P("x"), axis_names={"x"}, check_vma=False
-        )
-    )
+    f = jax.jit(jax.shard_map(body, mesh=mesh, check_vma=False, **options))
     with jax_intranode.accelerate():
         assert algorithms(f, OPERAND, OUTPUT, *TABLES) == ["lax"]
         np.testing.assert_array_equal(f(OPERAND, OUTPUT, *TABLES), RESULT)
@@ -282,11 +277,10 @@ def test_export(platforms: list[str]) -> None:
 
 def test_unedited_gradient() -> None:
     """lax's rules have been applied: the operand's gradient is a ragged all-to-all, too."""
-    tables = [np.array(t, np.int32) for t in TABLES]
     operand, output = OPERAND.astype(np.float32), OUTPUT.astype(np.float32)
 
     def loss(x: Any, library: Any) -> Any:
-        return (program(2, library)(x, output, *tables) ** 2).sum()
+        return (program(2, library)(x, output, *TABLES) ** 2).sum()
 
     with jax_intranode.accelerate():
         found = jax.jit(jax.grad(lambda x: loss(x, lax)))

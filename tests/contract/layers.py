@@ -62,6 +62,21 @@ def exactly(
         )
 
 
+def values_and_gradients(f: Any) -> Any:
+    """Of the loss of all arguments."""
+    return lambda *args: jax.value_and_grad(loss(f), range(len(args)))(*args)
+
+
+def derivatives(f: Any) -> Any:
+    """The gradients of the loss of all arguments, and their tangents."""
+
+    def both(*args: Any) -> Any:
+        gradient = jax.grad(loss(f), range(len(args)))
+        return jax.jvp(gradient, args, tuple(map(jnp.cos, args)))
+
+    return both
+
+
 def per_rank(tree: Any) -> Any:
     return jax.tree.map(lambda v: v[None], tree)
 
@@ -207,33 +222,26 @@ def matmuls_beside_another_axis(lib: Any) -> Any:
             + models.gated_mlp(lib, x, w, w + 1, w.T, act=lambda v: v).sum()
         )
 
-    def transform(f: Any) -> Any:
-        return jax.value_and_grad(loss(f), (0, 1))
-
     x, w, specs = small(8, 3, top=2), small(3, 4, seed=1, top=2), (P(("y", "x")), P())
-    return exactly(
-        body, x, w, in_specs=specs, out_specs=specs[0], mesh=square(),
-        transform=transform,
-    )  # fmt: skip
+    options = {"mesh": square(), "transform": values_and_gradients}
+    return exactly(body, x, w, in_specs=specs, out_specs=specs[0], **options)
 
 
 @row("products that vary over different axes; operands over Explicit axes inside", How.LAX, 4)
 def matmuls_of_partly_sharded_operands(lib: Any) -> Any:
     lib = models.functions(lib)
 
-    def gradients(f: Any, *args: Any) -> Any:
-        return run(jax.value_and_grad(loss(f), range(len(args))), *args)
-
     specs, out = (P("y"), P("x"), P()), [P(("x", "y")), P("y")]
     f = shmap(lambda x, w, v: lib.all_gather_matmul(x, [w, v], "y"), square(), specs, out)
-    found = [gradients(f, small(4, 3), small(6, 3, seed=1), small(3, 3, seed=2))]
+    args = small(4, 3), small(6, 3, seed=1), small(3, 3, seed=2)
+    found = [run(values_and_gradients(f), *args)]
     mesh = square(kind=AxisType.Explicit)
     inside = {"axis_names": {"x"}, "check_vma": False}
     f = shmap(lambda x, w: lib.matmul_all_reduce(x, w, "x"), mesh, (P("x"), P()), P("x"), **inside)
     with jax.set_mesh(mesh):
         for spec in (P(None, "y"), P("y", None)):
             args = jax.reshard(small(8, 4), P("x", None)), jax.reshard(small(4, 4), spec)
-            found.append(gradients(f, *args))
+            found.append(run(values_and_gradients(f), *args))
     return found
 
 
@@ -284,11 +292,7 @@ def norms(lib: Any) -> Any:
 
 @row("gradients, tangents and second derivatives of norms", How.DERIVED, tolerance=1e-4)
 def norms_differentiated(lib: Any) -> Any:
-    def transform(f: Any) -> Any:
-        gradient = jax.grad(loss(f), (0, 1, 2, 3))
-        return lambda *args: jax.jvp(gradient, args, tuple(map(jnp.cos, args)))
-
-    return with_norms(lib, transform)
+    return with_norms(lib, derivatives)
 
 
 @row("`vmap` of norms: batches of rows, and of parameters", How.ACCELERATED, tolerance=1e-4)
@@ -357,11 +361,6 @@ def with_experts(
     return under_both(under)
 
 
-def derivatives(f: Any) -> Any:
-    gradient = jax.grad(loss(f), (0, 1, 2))
-    return lambda *args: jax.jvp(gradient, args, tuple(map(jnp.cos, args)))
-
-
 @row("`moe_dispatch` and `moe_combine`: values, gradients, tangents and second derivatives",
      How.ACCELERATED, of_xla=OF_EXPERTS, tolerance=1e-4)  # fmt: skip
 def experts(lib: Any) -> Any:
@@ -378,10 +377,7 @@ def experts_in_control_flow(lib: Any) -> Any:
     def in_scan(f: Any) -> Any:
         return lambda x, *args: lax.scan(lambda v, _: (f(v, *args), None), x, None, 1)[0]
 
-    def transform(f: Any) -> Any:
-        return jax.value_and_grad(loss(f), (0, 1, 2))
-
-    return [with_experts(lib, transform, wrap) for wrap in (in_cond, in_scan)]
+    return [with_experts(lib, values_and_gradients, wrap) for wrap in (in_cond, in_scan)]
 
 
 @row("`vmap` of experts", How.ACCELERATED, of_xla=OF_EXPERTS, tolerance=1e-4)
@@ -454,12 +450,8 @@ def with_gradients(f: Any) -> Any:
 @row("`ragged_all_to_all` of slices that overlap, are read twice or are empty; its derivatives",
      How.ACCELERATED)  # fmt: skip
 def ragged(lib: Any) -> Any:
-    def second(f: Any) -> Any:
-        gradient = jax.grad(loss(f), (0, 1))
-        return lambda *args: jax.jvp(gradient, args, args)
-
-    transforms = {"over": second, "same": with_gradients, "apart": with_gradients}
-    return [with_ragged(lib, transform, kind) for kind, transform in transforms.items()]
+    once = [with_ragged(lib, with_gradients, kind) for kind in ("same", "apart")]
+    return with_ragged(lib, derivatives, "over"), once
 
 
 @row("`vmap` of `ragged_all_to_all` and its gradient: any axes of any arguments", How.ACCELERATED)

@@ -218,27 +218,24 @@ def overlapped_without_dependence(plan: str) -> None:
         check_like(mine(*arrays), theirs, 0)
 
 
-def small_layer(lib: Any, x: Any, w: Any) -> Any:
-    """A layer of values so small that every sum is exact in any order."""
-    return lib.matmul_reduce_scatter(lib.all_gather_matmul(x, w, "x") % 3, w, "x") % 3
-
-
 @case(plan=("pieces", "fused", "fused_224", "wgrad"))
 def overlapped_replayed(plan: str) -> None:
     """Replays from CUDA graphs; where addresses change, that process alone captures again."""
     mesh = line()
     n = mesh.size
     first = mesh.devices.flat[0]
+    wgrad = overlapped_cases.PLANS[plan].wgrad
     x, w = zeros_and_ones(9, n, 64, 64), zeros_and_ones(10, n, 64, 64)
 
     def program(lib: Any) -> Any:
         def f(x: Any, w: Any) -> Any:
             v, u = x[0], w[0]
             for _ in range(4):
-                if overlapped_cases.PLANS[plan].wgrad:
+                if wgrad:
                     v, u = small_gradients(lib, v, u)
                 else:
-                    v = small_layer(lib, v, u)
+                    h = lib.all_gather_matmul(v, u, "x") % 3
+                    v = lib.matmul_reduce_scatter(h, u, "x") % 3
             return (v + u)[None]
 
         return sharded(f, mesh, P("x"), P("x"))
@@ -246,7 +243,7 @@ def overlapped_replayed(plan: str) -> None:
     arrays = [put(mesh, P("x"), v.astype(jnp.bfloat16)) for v in (x, w)]
     theirs = jax.jit(program(OF_LAX))(*arrays)
     mine = overlapped_cases.both_gradients(program(jax_intranode), arrays, plan, 8)
-    calls = 16 if overlapped_cases.PLANS[plan].wgrad else 8
+    calls = 16 if wgrad else 8
     counts = []
     for _ in range(12):
         check_like(mine(*arrays), theirs, 0)

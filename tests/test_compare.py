@@ -53,13 +53,11 @@ def started(
     jax_intranode.uninstall()
 
 
-def on_two(function: Any, **how: Any) -> Any:
-    """A jitted function over a mesh of two devices."""
-    spec = P("x")
-    return jax.jit(
-        jax.shard_map(function, mesh=line(2), in_specs=spec, out_specs=spec, check_vma=False),
-        **how,
-    )
+def total_of_two(x: Any, factor: int = 1) -> Any:
+    return jax.shard_map(
+        lambda x: factor * jax.lax.psum(x, "x"),
+        mesh=line(2), in_specs=P("x"), out_specs=P("x"), check_vma=False,
+    )(x)  # fmt: skip
 
 
 def test_the_order_of_the_programs(started: Started, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -75,7 +73,7 @@ def test_the_order_of_the_programs(started: Started, monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(jax_intranode, "accelerate", accelerate)
     said = started()
-    total = on_two(lambda x: jax.lax.psum(x, "x"), donate_argnums=0)
+    total = jax.jit(total_of_two, donate_argnums=0)
     x = jnp.ones(4)
     for turn in range(1, STEPS + 4):
         programs.append("P")
@@ -85,7 +83,7 @@ def test_the_order_of_the_programs(started: Started, monkeypatch: pytest.MonkeyP
     assert "".join(programs) == "PA" + "PPAAAAPPPPAAAAPP" + "P"
     assert not isinstance(jax.jit(lambda x: x), compare._Jitted)
     first, plain, accelerated, faster, *rest = said().splitlines()
-    assert first.startswith("compare: <lambda> (test_compare.py:")
+    assert first.startswith("compare: total_of_two (test_compare.py:")
     assert f", {STEPS + 2} calls; median" in first
     # Not timed is the first call after a change of the program.
     assert "  plain " in plain and plain.endswith(", 5 calls)")
@@ -160,17 +158,7 @@ def test_effects_happen_once(kind: str, started: Started) -> None:
 def test_a_program_that_the_script_compiles_itself(started: Started) -> None:
     need_devices(2)
     said = started()
-
-    def total(x: Any, factor: int) -> Any:
-        return factor * jax.lax.psum(x, "x")
-
-    jitted = jax.jit(
-        lambda x, factor: jax.shard_map(
-            functools.partial(total, factor=factor),
-            mesh=line(2), in_specs=P("x"), out_specs=P("x"), check_vma=False,
-        )(x),
-        static_argnums=1, donate_argnums=0,
-    )  # fmt: skip
+    jitted = jax.jit(total_of_two, static_argnums=1, donate_argnums=0)
     x = jax.device_put(jnp.ones(4), jax.NamedSharding(line(2), P("x")))
     lowered = jitted.lower(x, 2)
     assert "jax_intranode" not in lowered.as_text()

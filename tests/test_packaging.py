@@ -18,9 +18,6 @@ from jax_intranode._src.native import extension
 ROOT = Path(__file__).resolve().parent.parent
 _DISTRIBUTION = importlib.metadata.distribution("jax_intranode")
 _URL = json.loads(_DISTRIBUTION.read_text("direct_url.json") or "{}")
-not_editable = pytest.mark.skipif(
-    _URL.get("dir_info", {}).get("editable", False), reason="an editable install has other files"
-)
 
 
 def run_python(code: str, *flags: str, **where: str | Path) -> subprocess.CompletedProcess[str]:
@@ -31,7 +28,9 @@ def run_python(code: str, *flags: str, **where: str | Path) -> subprocess.Comple
 # Files.
 
 
-@not_editable
+@pytest.mark.skipif(
+    _URL.get("dir_info", {}).get("editable", False), reason="an editable install has other files"
+)
 def test_files() -> None:
     files = {str(file) for file in _DISTRIBUTION.files or () if file.suffix != ".pyc"}
     info = {file for file in files if ".dist-info/" in file}
@@ -83,15 +82,6 @@ print(json.dumps([names, jax.device_count()]))
     )
 
 
-@not_editable
-def test_import_from_the_source_tree() -> None:
-    done = run_python("import jax_intranode", cwd=ROOT)
-    assert done.returncode == 1
-    message = done.stderr.splitlines()[-1]
-    assert message.startswith("ImportError: jax_intranode is imported from its source tree")
-    assert "`pip install .`" in message
-
-
 # The runtime is older than the headers of the build. The import must fail before it registers any
 # handler: JAX starts no backend if one handler is too new.
 
@@ -123,10 +113,7 @@ def test_old_runtime(tmp_path: Path) -> None:
     assert rest == "[] 3.0\n"
 
 
-# CMake's choice of a CUDA compiler.
-
-
-# Options after JAX_INTRANODE_CUDA, and the error.
+# CMake's choice of a CUDA compiler. Options after JAX_INTRANODE_CUDA, and the error.
 CUDA_OPTIONS = [
     ("=MAYBE", "JAX_INTRANODE_CUDA=MAYBE: use one of AUTO, ON, OFF."),
     ("=1", "JAX_INTRANODE_CUDA=1: use one of AUTO, ON, OFF."),

@@ -1,6 +1,5 @@
 """What another user of the machine has put in the way: links, files, segments. Run as root."""
 
-import contextlib
 import os
 import shutil
 import stat
@@ -30,21 +29,12 @@ pytestmark = [
 ]
 
 
-@contextlib.contextmanager
-def stranger(code: str, *arguments: str | Path) -> Iterator[subprocess.Popen[bytes]]:
-    """Another user's process, from the moment that it says "ready"."""
-    user = f"(os.setgroups([]), os.setresgid(*[{_STRANGER}] * 3), os.setresuid(*[{_STRANGER}] * 3))"
-    with subprocess.Popen(
-        [sys.executable, "-c", f"import fcntl, os, signal, sys\n{user}\n{code}", *arguments],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        bufsize=0,
-    ) as process:
-        try:
-            assert process.stdout is not None and process.stdout.readline() == b"ready\n"
-            yield process
-        finally:
-            process.kill()
+# The beginning of another user's program.
+_BECOMES_A_STRANGER = f"""
+os.setgroups([])
+os.setresgid({_STRANGER}, {_STRANGER}, {_STRANGER})
+os.setresuid({_STRANGER}, {_STRANGER}, {_STRANGER})
+"""
 
 
 @pytest.fixture
@@ -148,7 +138,9 @@ def test_users_without_a_number_are_others(place: Path, monkeypatch: pytest.Monk
 
 
 # Who opens a file waits for the holder of a lease on it. The system tells the holder.
-_LEASE = """
+_LEASE = f"""
+import fcntl, os, signal, sys
+{_BECOMES_A_STRANGER}
 signal.signal(signal.SIGIO, lambda *_: os._exit(print("was opened", flush=True) or 1))
 fd = os.open(sys.argv[1], os.O_RDONLY | os.O_CREAT | os.O_EXCL)
 os.fchmod(fd, 0o666)
@@ -161,22 +153,28 @@ sys.stdin.read()
 @pytest.mark.parametrize("action", ["allocate", "open"])
 def test_segments_of_others_are_not_opened(action: str) -> None:
     module, file = extension.module("cpu"), Path(f"/dev/shm/jax_intranode.{os.getpid()}.leased")
+    command, pipe = [sys.executable, "-c", _LEASE, file], subprocess.PIPE
     try:
-        with stranger(_LEASE, file) as lease:
+        with subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True) as lease:
+            assert lease.stdout is not None and lease.stdout.readline() == "ready\n"
             if action == "allocate":
                 module.allocate(0, 1 << 20, True).unlink()
             else:
                 with pytest.raises(RuntimeError, match="must be this user's"):
                     module.open(0, f"/{file.name}".encode(), 0)
-            assert lease.communicate()[0] == b""
+            assert lease.communicate()[0] == ""
     finally:
         file.unlink(missing_ok=True)
 
 
 def test_segments_of_others_stay() -> None:
     files = [Path(f"/dev/shm/jax_intranode.{os.getpid()}.{kind}") for kind in ("file", "fifo")]
+    # Other tests remove segments of this user that nobody uses.
+    made = files[0].with_name(f"made_by_{os.getpid()}")
+    made.touch(mode=0o600)
+    os.chown(made, _STRANGER, _STRANGER)
     try:
-        of_stranger(files[0])
+        made.rename(files[0])
         os.mkfifo(files[1])
         extension.module("cpu").allocate(0, 1 << 20, True).unlink()
         assert all(file.exists() for file in files)
@@ -188,14 +186,6 @@ def test_segments_of_others_stay() -> None:
             file.unlink(missing_ok=True)
 
 
-def of_stranger(file: Path) -> None:
-    """Makes a file. Other tests remove segments of this user that nobody uses."""
-    made = file.with_name(f"made_by_{os.getpid()}")
-    made.touch(mode=0o600)
-    os.chown(made, _STRANGER, _STRANGER)
-    made.rename(file)
-
-
 # What a stranger does to a job while it runs. It prints a line for each attack: how the attack has
 # ended, and a line for each place where it has found the secret of the job.
 _ATTACKS = f"""
@@ -204,9 +194,7 @@ from pathlib import Path
 from jax._src.lib import _jax
 
 path, secret = sys.argv[1], sys.stdin.readline().strip().encode()
-os.setgroups([])
-os.setresgid({_STRANGER}, {_STRANGER}, {_STRANGER})
-os.setresuid({_STRANGER}, {_STRANGER}, {_STRANGER})
+{_BECOMES_A_STRANGER}
 
 def connect():
     with socket.socket(socket.AF_UNIX) as client:

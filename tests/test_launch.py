@@ -23,8 +23,6 @@ pytestmark = pytest.mark.one_version
 
 Launch = Callable[..., tuple[int, str, str]]
 
-COMMAND = (sys.executable, "-m", "jax_intranode", "launch", "--platform", "cpu", "-n", "2")
-
 # The ranks begin like this where they use JAX. The variable has to be set before JAX is imported.
 JAX = """
     import os
@@ -66,8 +64,9 @@ def started(tmp_path: Path, script: str, *options: str) -> subprocess.Popen[str]
     """The command as a process of its own, of two ranks, which have printed "ready"."""
     path = tmp_path / "script.py"
     path.write_text(textwrap.dedent(script))
+    command = ["-m", "jax_intranode", "launch", "--platform", "cpu", "-n", "2"]
     process = subprocess.Popen(
-        [*COMMAND, *options, str(path)],
+        [sys.executable, *command, *options, str(path)],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -313,19 +312,20 @@ def test_nothing_outlives_the_command(tmp_path: Path, number: signal.Signals, co
     assert_gone(pids)
 
 
-FILLS_THE_PIPE = """
-    import os, sys, time
-    print("ready", flush=True)
-    if os.environ["JAX_INTRANODE_RANK"] == "1":
-        time.sleep(0.5)
-        sys.exit(5)
-    while True:
-        print("x" * 100)
-    """
-
-
 def test_a_full_pipe_that_nobody_reads_delays_nothing(tmp_path: Path) -> None:
-    process = started(tmp_path, FILLS_THE_PIPE, "--grace", "0.5")
+    process = started(
+        tmp_path,
+        """
+        import os, sys, time
+        print("ready", flush=True)
+        if os.environ["JAX_INTRANODE_RANK"] == "1":
+            time.sleep(0.5)
+            sys.exit(5)
+        while True:
+            print("x" * 100)
+        """,
+        *("--grace", "0.5"),
+    )
     ranks = children_of(process.pid)
     deadline = time.monotonic() + 20
     while any(map(is_running, ranks)) and time.monotonic() < deadline:

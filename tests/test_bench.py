@@ -90,25 +90,15 @@ def measured(
 # An operation, arrays, the dtype, algorithms of ours, busbw / algbw, and the largest error.
 COLLECTIVES = [
     ("psum", 1, "bfloat16", RECORDS["psum"].in_order, 1.0, 2.0**-7),
-    full("psum_scatter+all_gather", 3, "int32", ("push",), 1.0, None),
-    full("psum_scatter", 1, "float16", ("reduce_scatter",), 0.5, 2.0**-10),
-    full("all_gather", 1, "int16", ("all_gather",), 0.5, None),
+    full(("psum_scatter+all_gather", 3, "int32", ("push",), 1.0, None)),
+    full(("psum_scatter", 1, "float16", ("reduce_scatter",), 0.5, 2.0**-10)),
+    full(("all_gather", 1, "int16", ("all_gather",), 0.5, None)),
 ]
 
 
-@pytest.mark.parametrize(
-    ("name", "leaves", "dtype", "algorithms", "factor", "most"), COLLECTIVES, ids=str
-)
-def test_both_modes_on_the_cpu(
-    name: str,
-    leaves: int,
-    dtype: str,
-    algorithms: tuple[str, ...],
-    factor: float,
-    most: float | None,
-    tmp_path: Path,
-    run_here: RunHere,
-) -> None:
+@pytest.mark.parametrize("case", COLLECTIVES, ids=lambda case: case[0])
+def test_both_modes_on_the_cpu(case: Any, tmp_path: Path, run_here: RunHere) -> None:
+    name, leaves, dtype, algorithms, factor, most = case
     words = f"bench {name} -b 1K -e 4K -d {dtype} --leaves {leaves} -n 2 -w 1 --chain 2"
     out, header, rows = measured(run_here, f"{words} --latency-hiding off", tmp_path / "rows.json")
     known = {"operation": name, "mode": "both", "devices": 2, "leaves": leaves, "chain": 2}

@@ -248,6 +248,30 @@ def input_overwritten(operation: str) -> None:
         check(result, cases.reference(operation, parts + k))
 
 
+@case(operation=OPERATIONS)
+def beside_lax(operation: str) -> None:
+    """XLA's own collectives right before and right after ours, on the same buffers."""
+    mesh = line()
+    n = mesh.size
+    parts = (random("uint32", (n, 40 * n), 18) // 2**28).astype(np.float32)
+
+    def f(v: Any) -> Any:
+        theirs = lax.psum(v[0], "x")
+        ours = apply(operation, theirs + v[0])
+        after = lax.all_gather(ours, "x").sum(0)
+        again = apply(operation, v[0])
+        return tuple(r[None] for r in (theirs, ours, after, again, lax.psum(again, "x")))
+
+    program = jax.jit(sharded(f, mesh, P("x"), (P("x"),) * 5))
+    value = put(mesh, P("x"), parts)
+    total = cases.reference("psum", parts)
+    ours, again = cases.reference(operation, total + parts), cases.reference(operation, parts)
+    wants = total, ours, cases.reference("psum", ours), again, cases.reference("psum", again)
+    for results in [program(value) for _ in range(5)]:
+        for result, want in zip(results, wants, strict=True):
+            check(result, want)
+
+
 @case(dtype=("int8", "bfloat16", "int32"))
 def results_amid_other_data(dtype: str) -> None:
     """Results of odd sizes go to odd offsets of a larger array. Nothing else in it changes."""

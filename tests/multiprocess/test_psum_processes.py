@@ -34,6 +34,7 @@ QUICK: dict[str, tuple[Sequence[str], Sequence[str]]] = {
     "random_programs_in_turn": ((), ()),
     "rewritten_program": ((), ()),
     "independent_calls_of_unequal_cost": (("2",), ()),
+    "beside_lax": (("psum",), ("psum",)),
     "input_overwritten": (("psum", "all_to_all"), ("psum", "all_to_all")),
     "results_amid_other_data": (("int8",), ()),
     "results_that_a_scan_stacks": ((), ()),

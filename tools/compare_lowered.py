@@ -300,6 +300,26 @@ def two_axes(lib: Any, x: Any, w: Any) -> Any:
     return lib.matmul_reduce_scatter(y, w.T, "x")
 
 
+def forward_and_gradient(
+    lib: Any, of: Program, mesh: Mesh, check_vma: bool
+) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """A program with a library, `jax_intranode` or `jax.lax`, and its value with all gradients."""
+    f = jax.shard_map(
+        functools.partial(of.body, lib),
+        mesh=mesh,
+        in_specs=of.specs,
+        out_specs=of.out,
+        check_vma=check_vma,
+    )
+
+    def gradient(*args: Any) -> Any:
+        return jax.value_and_grad(
+            lambda *args: jnp.sin(f(*args).astype(jnp.float32)).sum(), tuple(range(len(args)))
+        )(*args)
+
+    return f, gradient
+
+
 def functions() -> Iterator[tuple[str, str, Callable[..., Any], tuple[Any, ...]]]:
     """The programs: name, platform, a jitted function and the types of its arguments."""
     import jax_intranode as lib
@@ -312,18 +332,7 @@ def functions() -> Iterator[tuple[str, str, Callable[..., Any], tuple[Any, ...]]
         args = tuple(
             jax.ShapeDtypeStruct(tuple(lengths[n] for n in shape), dtype) for shape in of.shapes
         )
-        f = jax.shard_map(
-            functools.partial(of.body, lib),
-            mesh=mesh,
-            in_specs=of.specs,
-            out_specs=of.out,
-            check_vma=check_vma,
-        )
-
-        def gradient(*args: Any) -> Any:
-            return jax.value_and_grad(
-                lambda *args: jnp.sin(f(*args).astype(jnp.float32)).sum(), tuple(range(len(args)))
-            )(*args)
+        f, gradient = forward_and_gradient(lib, of, mesh, check_vma)
 
         def some(*args: Any) -> Any:
             return [gradient(*args)[1][k] for k in (0, -1)]

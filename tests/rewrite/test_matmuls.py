@@ -4,7 +4,6 @@ On CPU devices nothing is overlapped. So selection is made to say that everythin
 asks the real selection, and computes the operations unfused.
 """
 
-import functools
 import re
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -494,19 +493,7 @@ def test_calls_of_programs_for_gpus(program: str, size: str, check_vma: bool) ->
     args = [jax.ShapeDtypeStruct(tuple(lengths[n] for n in s), jnp.bfloat16) for s in of.shapes]
 
     def calls(lib: Any) -> Any:
-        f = jax.shard_map(
-            functools.partial(of.body, lib),
-            mesh=mesh,
-            in_specs=of.specs,
-            out_specs=of.out,
-            check_vma=check_vma,
-        )
-
-        def gradient(*args: Any) -> Any:
-            return jax.value_and_grad(
-                lambda *args: jnp.sin(f(*args).astype(jnp.float32)).sum(), range(len(args))
-            )(*args)
-
+        _, gradient = tool.forward_and_gradient(lib, of, mesh, check_vma)
         lowered = jax.jit(gradient).trace(*args).lower(lowering_platforms=("cuda",)).as_text()
         attributes = re.findall(r"mhlo\.backend_config = (\{.*?\}), operand_layouts", lowered)
         return hlo.in_lowered(lowered), sorted(a for a in attributes if "transposed" in a)
